@@ -1,0 +1,106 @@
+"""The exchange of Ulysses: from "my tokens, everybody's heads" to "all tokens, my heads" and back.
+
+    sequence layout (packed)                     head layout
+    rank r holds its T tokens of every head      rank u holds all S = U*T tokens of its heads
+    [owner 0: B,T,n0,D | owner 1: B,T,n1,D | …]  [B, S, n_u, D]
+
+The packed buffer is one flat tensor with a block per owner, because that is the order in which
+all_to_all_single sends. With one row (B = 1) what arrives, [U(source), T, n, D], already is the whole
+sequence in order: neither direction copies. Tiles of rows are written to and read from the packed
+buffer directly, so that no second full-size buffer exists.
+
+Counts are stated, never communicated (a collective only to learn a shape deadlocks under
+recomputation), and every rank calls every exchange of a stage in the same order, also a rank that has
+no head in it.
+
+Letters: B rows, T tokens of a rank, S all tokens, U ranks, n_u heads of rank u at this stage, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """One exchange between the ranks of ``group`` (None: a single rank, nothing travels).
+
+    counts: heads of each rank, by rank within the group. Collective when there is more than one rank.
+    """
+
+    counts: tuple[int, ...]
+    rank: int
+    batch: int
+    tokens: int
+    head_dim: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def mine(self) -> int:
+        return self.counts[self.rank]
+
+    @property
+    def packed_numel(self) -> int:
+        return self.batch * self.tokens * sum(self.counts) * self.head_dim
+
+    def new_packed(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(self.packed_numel)
+
+    def blocks(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Views [B, T, n_u, D] of the packed buffer, one for each owner."""
+        sizes = self._block_sizes()
+        return [
+            block.view(self.batch, self.tokens, count, self.head_dim)
+            for block, count in zip(packed.split(sizes), self.counts, strict=True)
+        ]
+
+    def write_rows(self, packed: torch.Tensor, start: int, tile: torch.Tensor) -> None:
+        """Store ``tile`` [B, t, sum(counts), D], tokens start..start+t, owner by owner."""
+        stop = start + tile.shape[1]
+        ends = list(accumulate(self.counts))
+        for block, end, count in zip(self.blocks(packed), ends, self.counts, strict=True):
+            if count:
+                block[:, start:stop].copy_(tile[:, :, end - count : end])
+
+    def read_rows(self, packed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Tokens start..stop of all heads: [B, t, sum(counts), D] (a view when one rank owns all)."""
+        tiles = [
+            block[:, start:stop]
+            for block, count in zip(self.blocks(packed), self.counts, strict=True)
+            if count
+        ]
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+
+    def seq_to_heads(self, packed: torch.Tensor) -> torch.Tensor:
+        """packed [sum(counts) heads of my tokens] -> [B, S, n_mine, D], tokens in sequence order."""
+        ranks = len(self.counts)
+        if ranks == 1:
+            return packed.view(self.batch, self.tokens, self.mine, self.head_dim)
+        received = packed.new_empty(ranks * self._block_sizes()[self.rank])
+        sizes = [self._block_sizes()[self.rank]] * ranks
+        dist.all_to_all_single(received, packed, sizes, self._block_sizes(), group=self.group)
+        by_source = received.view(ranks, self.batch, self.tokens, self.mine, self.head_dim)
+        # [U, B, T, n, D] -> [B, U*T, n, D]; a view when B == 1
+        return by_source.transpose(0, 1).reshape(
+            self.batch, ranks * self.tokens, self.mine, self.head_dim
+        )
+
+    def heads_to_seq(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, n_mine, D] -> packed [sum(counts) heads of my tokens]; the inverse of seq_to_heads."""
+        ranks = len(self.counts)
+        if ranks == 1:
+            return x.contiguous().view(-1)
+        by_target = x.view(self.batch, ranks, self.tokens, self.mine, self.head_dim)
+        # [B, U*T, n, D] -> [U, B, T, n, D]; a view when B == 1
+        send = by_target.transpose(0, 1).contiguous().view(-1)
+        received = x.new_empty(self.packed_numel)
+        sizes = [self._block_sizes()[self.rank]] * ranks
+        dist.all_to_all_single(received, send, self._block_sizes(), sizes, group=self.group)
+        return received
+
+    def _block_sizes(self) -> list[int]:
+        return [self.batch * self.tokens * count * self.head_dim for count in self.counts]

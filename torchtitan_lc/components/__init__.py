@@ -1,0 +1,1 @@
+"""The parts around the model: data, tokenizer, optimizer, schedule, checkpoint, metrics."""

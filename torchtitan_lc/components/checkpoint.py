@@ -1,0 +1,330 @@
+"""Save and resume a run: DCP folders ``dump_folder/folder/step-N``, readable at any world size.
+
+What lies in a folder, by key:
+
+    model.<name>                 one tensor per parameter, every rank its own shard
+    optimizer.state.<name>.<x>   Adam moments and step, sharded like their parameter
+    lr_scheduler, train_state, dataloader   small values, equal on all ranks
+    dataloader.lane<i>           loader position of lane i, equal on the ranks that share its rows
+    rng.rank<r>                  random generators of rank r
+    identity                     name, flavor, ...: for messages only
+
+Values that differ between ranks must lie under different keys: DCP keeps one copy of equal keys
+without a word, and all ranks would resume at rank 0's position. A rank loads the lanes its loader
+has, wherever they were saved from, so the data order survives another world size.
+
+Hyperparameters are not loaded: learning rate, betas and weight decay come from the config of the
+run that resumes. So an edit of the config takes effect, and the rate is a function of the step.
+
+Which folder is loaded is decided by global rank 0 and told to the others, errors included: two
+ranks can neither start from different steps nor wait for one that gave up.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan_lc.components import checkpoint_folders as folders
+from torchtitan_lc.components.agreement import all_or_none, from_rank_zero
+from torchtitan_lc.components.lr_scheduler import continue_at
+from torchtitan_lc.components.rng import rng_state, set_rng_state
+from torchtitan_lc.tools.errors import UserError
+from torchtitan_lc.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan_lc.config.job_config import Checkpoint as CheckpointConfig
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# Terabytes to a slow file system take longer than the time limit of a training step.
+_SAVE_TIMEOUT = timedelta(hours=1)
+
+
+class HasState(Protocol):
+    """Plain values in, plain values out: ints, strings, and dicts of them."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class CheckpointManager:
+    """Build it on every rank (it makes a process group), after sharding and ``build_optimizer``.
+
+    train_state:  its state has at least "step": int, the updates completed.
+    dataloader:   its state is {"num_lanes": int, "fingerprint": ..., "lanes": {"lane<i>": {...}}}
+                  with the lanes of this data-parallel rank only.
+    model_identity:  name, flavor and what else tells a person which model wrote a checkpoint.
+
+    Works without a process group, too, as one process.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        dump_folder: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: LambdaLR,
+        train_state: HasState,
+        dataloader: HasState,
+        model_identity: dict[str, Any],
+    ) -> None:
+        self.config = config
+        self.dump_folder = dump_folder
+        self.folder = folders.checkpoint_folder(config, dump_folder)
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_state = train_state
+        self.dataloader = dataloader
+        self.model_identity = model_identity
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        # A group of its own: an async save talks from another thread while training talks in the
+        # default group, and two threads in one group mix up whose message is whose.
+        self._group: dist.ProcessGroup | None = None
+        if config.enable and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
+        self._in_flight: tuple[int, Future[Any], float] | None = None
+
+    # ---- load ----------------------------------------------------------------------------------
+
+    def load(self) -> int:
+        """Load what the config and the folder ask for; return the number of completed steps, or 0.
+
+        Collective. Raises UserError, the same on every rank, and has then written nothing.
+        """
+        if not self.config.enable:
+            return 0
+        start = from_rank_zero(
+            lambda: folders.choose_start(self.config, self.dump_folder), self._group
+        )
+        for note in start.notes if self._rank == 0 else ():
+            logger.warning(note)
+        if start.path is None:
+            return 0
+        began = time.perf_counter()
+        path = start.path
+        parts: list[str] = ["model"] if start.model_only else list(folders.PARTS)
+        parts = [part for part in parts if part not in self.config.exclude_from_loading]
+        tensors = self._tensors(parts)
+        from_rank_zero(lambda: self._check_fits(path, parts, tensors), self._group)
+        state = tensors | dict.fromkeys(self._plain_keys(path, parts))
+        self._read(path, state)
+        self._apply(parts, state)
+        step = int(self.train_state.state_dict()["step"])
+        if self._rank == 0:
+            what = "all of it" if len(parts) == len(folders.PARTS) else ", ".join(parts)
+            seconds = time.perf_counter() - began
+            logger.info(f"Loaded checkpoint {path} ({what}) in {seconds:.2f} s; step is {step}")
+        return step
+
+    def _check_fits(self, path: Path, parts: list[str], wanted: dict[str, Any]) -> None:
+        """Compare names and shapes with the checkpoint's description alone; no tensor is read."""
+        prefixes = tuple(f"{part}." for part in ("model", "optimizer") if part in parts)
+        differences = folders.differences(
+            {k: v for k, v in folders.saved_shapes(path).items() if k.startswith(prefixes)},
+            {k: tuple(v.shape) for k, v in wanted.items()},
+        )
+        theirs = folders.read_identity(path)
+        if differences:
+            raise UserError(
+                f"checkpoint {path} does not fit this run's model and optimizer.\n"
+                f"  it was saved by: {theirs}\n"
+                f"  this run has:    {self.model_identity}\n"
+                + "".join(f"  {line}\n" for line in differences[:5])
+                + (f"  and {len(differences) - 5} more\n" if len(differences) > 5 else "")
+                + "Use the config that wrote it, or another job.dump_folder. (If only optimizer "
+                "keys differ, checkpoint.exclude_from_loading = optimizer starts it afresh.)"
+            )
+        if theirs != self.model_identity:
+            logger.warning(
+                f"checkpoint {path} has the right shapes but was saved by {theirs}; this run has "
+                f"{self.model_identity}"
+            )
+
+    def _plain_keys(self, path: Path, parts: list[str]) -> list[str]:
+        """The small values that this rank reads: DCP fills the keys it is given, so ask first."""
+        saved = folders.read_metadata(path).state_dict_metadata
+        keys = [part for part in parts if part in ("lr_scheduler", "train_state", "dataloader")]
+        if "dataloader" in parts:
+            # A lane that was not saved is for the loader to refuse: it knows why it has the lane.
+            lanes = [f"dataloader.{lane}" for lane in self.dataloader.state_dict()["lanes"]]
+            keys += [lane for lane in lanes if lane in saved]
+        if "rng" in parts:
+            generators = f"rng.rank{self._rank}"
+            if generators in saved:
+                keys.append(generators)
+            else:
+                logger.info(f"{path} has no random state of rank {self._rank}: it keeps its seed")
+        return keys
+
+    def _read(self, path: Path, state: dict[str, Any]) -> None:
+        try:
+            with folders.no_single_process_warning():
+                dcp.load(
+                    state,
+                    checkpoint_id=path,
+                    planner=DefaultLoadPlanner(flatten_state_dict=False),
+                    process_group=self._group,
+                )
+        except CheckpointException as error:
+            raise UserError(
+                f"checkpoint {path} cannot be read: {_first_failure(error)!r}. Move that folder "
+                "away to continue from the step before it"
+            ) from error
+
+    def _apply(self, parts: list[str], state: dict[str, Any]) -> None:
+        """Hand the values to their owners; tensors were filled in place already."""
+        if "model" in parts:
+            set_model_state_dict(self.model, _strip("model.", state))
+        if "optimizer" in parts:
+            current = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+            loaded = cast(Any, current | _strip("optimizer.", state))
+            set_optimizer_state_dict(self.model, self.optimizer, loaded, options=_FLAT)
+        if "lr_scheduler" in parts:
+            continue_at(self.lr_scheduler, state["lr_scheduler"]["last_epoch"])
+        if "train_state" in parts:
+            self.train_state.load_state_dict(state["train_state"])
+        if "dataloader" in parts:
+            problem = None
+            try:
+                lanes = _strip("dataloader.", state)
+                self.dataloader.load_state_dict({**state["dataloader"], "lanes": lanes})
+            except (UserError, ValueError) as error:
+                problem = str(error)
+            all_or_none(problem, self._group)
+        if f"rng.rank{self._rank}" in state:
+            set_rng_state(state[f"rng.rank{self._rank}"])
+
+    # ---- save ----------------------------------------------------------------------------------
+
+    def save(self, step: int, *, last_step: bool = False) -> bool:
+        """Save if ``step`` (completed updates) is due; return whether it was. Collective.
+
+        Due: the last step always, every ``interval``, and step 1 with
+        ``enable_first_step_checkpoint``. With async_mode "async" the call returns when everything
+        is copied to host memory, and what is saved is what was true at the call. One save is in
+        flight at a time: the next one waits for it and raises what it met. The last step is saved
+        before returning.
+
+        Raises UserError when the files cannot be written; older checkpoints are then untouched.
+        """
+        config = self.config
+        first = step == 1 and config.enable_first_step_checkpoint
+        if not config.enable or config.load_only:
+            return False
+        if not (last_step or first or step % config.interval == 0):
+            return False
+        self.wait()
+        state = self._model_only() if last_step and config.last_save_model_only else self._full()
+        path = from_rank_zero(lambda: folders.make_empty(self.folder / f"step-{step}"), self._group)
+        arguments: dict[str, Any] = {
+            # Not a FileSystemWriter: async_save would take it for the stager, and that one does not
+            # copy CPU tensors, so the next step would be written into this checkpoint.
+            "checkpoint_id": path,
+            "planner": DefaultSavePlanner(flatten_state_dict=False),
+            "process_group": self._group,
+        }
+        began = time.perf_counter()
+        if config.async_mode == "async" and not last_step:
+            self._in_flight = (step, cast("Future[Any]", dcp.async_save(state, **arguments)), began)
+            return True
+        try:
+            with folders.no_single_process_warning():
+                dcp.save(state, **arguments)
+        except CheckpointException as error:
+            raise self._not_written(step, error) from error
+        self._finished(step, began)
+        return True
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any; raises what it met. Collective."""
+        if self._in_flight is None:
+            return
+        step, future, began = self._in_flight
+        self._in_flight = None
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise self._not_written(step, error) from error
+        self._finished(step, began)
+
+    def close(self) -> None:
+        """Wait for the save in flight. Call it before the process group is destroyed."""
+        self.wait()
+
+    def _full(self) -> dict[str, Any]:
+        loader = copy.deepcopy(self.dataloader.state_dict())
+        lanes = loader.pop("lanes")
+        return {
+            **self._tensors(["model", "optimizer"]),
+            "identity": copy.deepcopy(self.model_identity),
+            "lr_scheduler": {"last_epoch": self.lr_scheduler.last_epoch},
+            "train_state": copy.deepcopy(self.train_state.state_dict()),
+            "dataloader": loader,
+            **{f"dataloader.{lane}": position for lane, position in lanes.items()},
+            f"rng.rank{self._rank}": rng_state(),
+        }
+
+    def _model_only(self) -> dict[str, Any]:
+        dtype = getattr(torch, self.config.export_dtype)
+        weights = self._tensors(["model"])
+        exported = {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights.items()}
+        return exported | {"identity": copy.deepcopy(self.model_identity)}
+
+    def _tensors(self, parts: list[str]) -> dict[str, Any]:
+        """The tensors themselves, not copies: loading fills them in place."""
+        state: dict[str, Any] = {}
+        if "model" in parts:
+            state |= {f"model.{k}": v for k, v in get_model_state_dict(self.model).items()}
+        if "optimizer" in parts:
+            flat = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+            state |= {f"optimizer.{k}": v for k, v in flat.items() if k.startswith("state.")}
+        return state
+
+    def _finished(self, step: int, began: float) -> None:
+        if self._rank != 0:
+            return
+        seconds = time.perf_counter() - began
+        logger.info(f"Saved checkpoint {self.folder / f'step-{step}'} in {seconds:.2f} s")
+        if removed := folders.purge(self.folder, self.config.keep_latest_k, step):
+            logger.info(f"Removed old checkpoints: steps {', '.join(map(str, sorted(removed)))}")
+
+    def _not_written(self, step: int, error: CheckpointException) -> BaseException:
+        failure = _first_failure(error)
+        if not isinstance(failure, OSError):
+            return error
+        return UserError(
+            f"checkpoint {self.folder / f'step-{step}'} could not be written: {failure}. Older "
+            "checkpoints are untouched; make room (or lower checkpoint.keep_latest_k) and run the "
+            "same command to continue from the newest one"
+        )
+
+
+def _strip(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    return error.failures[min(error.failures)][0]

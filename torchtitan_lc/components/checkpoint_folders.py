@@ -1,0 +1,320 @@
+"""Step folders on disk: which are complete, which one a run starts from, which ones may go.
+
+    outputs/checkpoint/
+      step-50/    __0_0.distcp  __1_0.distcp  .metadata   complete
+      step-100/   __0_0.distcp                            unfinished: .metadata is written last
+      step-150/   __0_0.distcp  .metadata                 damaged: .metadata names __1_0.distcp
+
+Highest number is not enough to choose a folder: a run killed while it saved leaves the highest one
+half-written. A folder is complete when its ``.metadata`` can be read and every file named in it is
+there with at least the bytes that are said to lie in it. (The content of the bytes is not checked;
+DCP keeps no checksums.)
+
+Nothing here needs a process group, so the launcher asks the same questions before it starts a
+worker. Steps are compared as numbers: as text, step-1000 would sort before step-200.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torchtitan_lc.tools.errors import UserError
+from torchtitan_lc.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan_lc.config.job_config import Checkpoint as CheckpointConfig
+
+# The names that checkpoint.exclude_from_loading knows; each is one prefix of the saved keys.
+PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """What lies in one step folder. ``reason`` says why it is not complete, in words."""
+
+    path: Path
+    step: int
+    state: Literal["complete", "unfinished", "damaged"]
+    reason: str = ""
+    model_only: bool = False
+
+    @property
+    def resumable(self) -> bool:
+        return self.state == "complete" and not self.model_only
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. ``path`` None: nothing is loaded. ``notes`` are warnings for the user."""
+
+    path: Path | None = None
+    model_only: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def checkpoint_folder(config: CheckpointConfig, dump_folder: str | Path) -> Path:
+    return Path(dump_folder) / config.folder
+
+
+def checkpoint_problems(config: CheckpointConfig, dump_folder: str | Path) -> list[str]:
+    """What would stop the run from starting, found without a process group; [] when all is well."""
+    try:
+        choose_start(config, dump_folder)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def choose_start(config: CheckpointConfig, dump_folder: str | Path) -> Start:
+    """The job's own newest resumable step, else ``initial_load_path``, else nothing.
+
+    Raises UserError when the asked-for step is missing or unusable, when only model weights are
+    left to resume from, when every finished checkpoint is damaged, when ``initial_load_path`` is no
+    complete checkpoint, or when ``exclude_from_loading`` names something unknown.
+    """
+    if not config.enable:
+        return Start()
+    unknown = [name for name in config.exclude_from_loading if name not in PARTS]
+    if unknown:
+        raise UserError(
+            f"checkpoint.exclude_from_loading: unknown {', '.join(unknown)}; use {', '.join(PARTS)}"
+        )
+    folder = checkpoint_folder(config, dump_folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"checkpoint.folder: {folder} is a file; name another folder or move it away"
+        )
+    chosen: StepFolder | None
+    if config.load_step >= 0:
+        chosen, notes = _asked_for(folder, config.load_step)
+    else:
+        chosen, notes = find_latest(folder)
+    if chosen is None:
+        return _initial(config, notes)
+    if config.initial_load_path:
+        notes.append(
+            f"checkpoint.initial_load_path = {config.initial_load_path} is ignored: "
+            f"{folder} already holds {chosen.path.name}, which this run continues"
+        )
+    return Start(chosen.path, notes=tuple(notes))
+
+
+def find_latest(folder: Path) -> tuple[StepFolder | None, list[str]]:
+    """The newest step that training can resume from, and a note for each newer one passed over.
+
+    Raises UserError if what is left is of no use for resuming: model weights only, or damaged.
+    """
+    passed_over: list[StepFolder] = []
+    for found in step_folders(folder):
+        if found.resumable:
+            return found, [_passed_over(other, found) for other in passed_over]
+        passed_over.append(found)
+    weights = [found for found in passed_over if found.model_only]
+    if weights:
+        raise UserError(
+            f"{weights[0].path} holds model weights only (checkpoint.last_save_model_only), so "
+            "training cannot resume from it, and no older full checkpoint is left. To train on from "
+            f"these weights, set checkpoint.initial_load_path = {str(weights[0].path)!r} and another "
+            "checkpoint.folder"
+        )
+    damaged = [found for found in passed_over if found.state == "damaged"]
+    if damaged:
+        listed = "; ".join(f"{found.path.name}: {found.reason}" for found in damaged[:3])
+        raise UserError(
+            f"no complete checkpoint is left in {folder} ({listed}). Restore the missing files, or "
+            "move the folder away to start from step 0"
+        )
+    return None, [_passed_over(other, None) for other in passed_over]
+
+
+def step_folders(folder: Path) -> Iterator[StepFolder]:
+    """Every ``step-N`` folder, inspected one at a time, highest step first."""
+    if not folder.is_dir():
+        return
+    steps = [
+        (int(match[1]), entry)
+        for entry in folder.iterdir()
+        if (match := re.fullmatch(r"step-(\d+)", entry.name)) and entry.is_dir()
+    ]
+    for step, path in sorted(steps, reverse=True):
+        yield inspect(path, step)
+
+
+def inspect(path: Path, step: int = 0) -> StepFolder:
+    """Look at one folder; ``step`` is only passed on. Never raises for what the folder contains."""
+    if not (path / ".metadata").is_file():
+        return StepFolder(path, step, "unfinished", "it has no .metadata, which is written last")
+    try:
+        metadata = read_metadata(path)
+        needed = _bytes_needed(metadata)
+    except Exception as error:  # unpickling damaged bytes can raise nearly anything
+        reason = f"its .metadata cannot be read ({type(error).__name__}: {error})"
+        return StepFolder(path, step, "damaged", reason)
+    for name, size in sorted(needed.items()):
+        file = path / name
+        if not file.is_file():
+            reason = f"{name}, which .metadata names, is missing"
+            return StepFolder(path, step, "damaged", reason)
+        if file.stat().st_size < size:
+            reason = f"{name} has {file.stat().st_size} bytes, .metadata expects {size}"
+            return StepFolder(path, step, "damaged", reason)
+    model_only = "train_state" not in metadata.state_dict_metadata
+    return StepFolder(path, step, "complete", model_only=model_only)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """DCP's own description of a checkpoint: saved keys with shapes, and where their bytes lie."""
+    return FileSystemReader(path).read_metadata()
+
+
+def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of every saved entry; () for a plain value as for a 0-d tensor."""
+    saved = read_metadata(path).state_dict_metadata
+    return {key: tuple(getattr(entry, "size", ())) for key, entry in saved.items()}
+
+
+def differences(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+    """One line per name or shape that differs, missing ones first; [] when the two agree."""
+    lines = [f"{key}: not in the checkpoint" for key in sorted(wanted.keys() - saved.keys())]
+    lines += [f"{key}: only in the checkpoint" for key in sorted(saved.keys() - wanted.keys())]
+    lines += [
+        f"{key}: shape {list(saved[key])} in the checkpoint, {list(wanted[key])} in this run"
+        for key in sorted(saved.keys() & wanted.keys())
+        if saved[key] != wanted[key]
+    ]
+    return lines
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """What the run that saved this called its model; {} if the checkpoint does not say."""
+    if "identity" not in read_metadata(path).state_dict_metadata:
+        return {}
+    state: dict[str, Any] = {"identity": {}}
+    with no_single_process_warning():
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
+    return dict(state["identity"])
+
+
+@contextmanager
+def no_single_process_warning() -> Iterator[None]:
+    """DCP warns when it runs without a process group; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def make_empty(path: Path) -> Path:
+    """An empty step folder to save into. What an earlier run left under that step is removed: it is
+    half-written, or that step is trained again. Raises UserError if the folder cannot be made."""
+    try:
+        if path.exists():
+            remove(path)
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint folder {path} cannot be made: {error}. Name a writable folder in "
+            "job.dump_folder or checkpoint.folder"
+        ) from error
+    return path
+
+
+def purge(folder: Path, keep_latest_k: int, just_saved: int) -> list[int]:
+    """Remove old complete steps; return those removed. ``keep_latest_k`` 0 keeps all.
+
+    Kept are the newest k complete steps, the newest one that training can resume from (the newest
+    k may be model weights only) and ``just_saved`` (after a return to an older step by
+    ``checkpoint.load_step`` it is not among the newest). Incomplete folders neither count nor go.
+    If the step just saved does not read back as complete, nothing is removed.
+    """
+    if keep_latest_k == 0:
+        return []
+    complete = [found for found in step_folders(folder) if found.state == "complete"]
+    if just_saved not in [found.step for found in complete]:
+        logger.warning(f"step-{just_saved} in {folder} is not complete: no older step is removed")
+        return []
+    kept = {found.step for found in complete[:keep_latest_k]} | {just_saved}
+    kept |= {found.step for found in [found for found in complete if found.resumable][:1]}
+    removed = []
+    for found in complete:
+        if found.step not in kept:
+            try:
+                remove(found.path)
+            except OSError as error:  # a full disk later is worse than noise now, but not fatal
+                logger.warning(f"old checkpoint {found.path} could not be removed: {error}")
+            else:
+                removed.append(found.step)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """Delete a step folder; ``.metadata`` first, so that half of one never looks complete."""
+    (path / ".metadata").unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def _asked_for(folder: Path, step: int) -> tuple[StepFolder, list[str]]:
+    found = inspect(folder / f"step-{step}", step)
+    others = list(step_folders(folder))
+    if found.resumable:
+        newer = [str(other.step) for other in others if other.step > step]
+        note = (
+            f"checkpoint.load_step = {step}: newer steps stay in {folder} ({', '.join(newer)}); a "
+            "later run without load_step will continue from the newest"
+        )
+        return found, [note] if newer else []
+    usable = [str(other.step) for other in others if other.resumable]
+    if not found.path.is_dir():
+        reason = "there is no such folder"
+    else:
+        reason = found.reason or "it holds model weights only"
+    raise UserError(
+        f"checkpoint.load_step = {step}: cannot resume from {found.path}: {reason}. "
+        f"Steps that can be resumed there: {', '.join(usable) or 'none'}"
+    )
+
+
+def _passed_over(other: StepFolder, chosen: StepFolder | None) -> str:
+    reason = other.reason or "it holds model weights only"
+    instead = f"continuing from {chosen.path.name}" if chosen else "nothing older to continue from"
+    return f"checkpoint {other.path} is skipped: {reason}; {instead}"
+
+
+def _initial(config: CheckpointConfig, notes: list[str]) -> Start:
+    if not config.initial_load_path:
+        return Start(notes=tuple(notes))
+    path = Path(config.initial_load_path)
+    found = inspect(path)
+    if found.state != "complete":
+        reason = found.reason if path.is_dir() else "there is no such folder"
+        raise UserError(
+            f"checkpoint.initial_load_path = {str(path)!r} is not a complete checkpoint: {reason}. "
+            "Name a step folder itself, such as outputs/checkpoint/step-500"
+        )
+    if found.model_only and not config.initial_load_model_only:
+        raise UserError(
+            f"checkpoint.initial_load_path = {str(path)!r} holds model weights only: leave "
+            "checkpoint.initial_load_model_only at true"
+        )
+    return Start(path, model_only=config.initial_load_model_only, notes=tuple(notes))
+
+
+def _bytes_needed(metadata: Metadata) -> dict[str, int]:
+    """File name -> the bytes it must have, from where each saved piece is said to end."""
+    needed: dict[str, int] = {}
+    for piece in metadata.storage_data.values():
+        end = piece.offset + piece.length
+        needed[piece.relative_path] = max(end, needed.get(piece.relative_path, 0))
+    return needed

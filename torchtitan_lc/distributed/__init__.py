@@ -1,0 +1,1 @@
+"""Process groups, meshes, sharding and reductions."""

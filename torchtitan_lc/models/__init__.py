@@ -1,0 +1,1 @@
+"""Models, each a package that registers a ModelSpec (see spec.py)."""

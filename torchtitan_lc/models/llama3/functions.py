@@ -1,0 +1,57 @@
+"""The arithmetic of a Llama 3 layer as pure functions of (activations, weights).
+
+All layers share one `Functions`, so that compiling it compiles the model once. Shapes: rows of tokens
+[B, t, ...], where t is whatever tile the caller works on, and weights as torch.nn.Linear keeps them,
+cut to n heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_lc.models.llama3.args import Llama3Args
+from torchtitan_lc.ops.loss import cross_entropy_sum
+from torchtitan_lc.ops.mlp import swiglu
+from torchtitan_lc.ops.norm import rms_norm
+from torchtitan_lc.ops.rope import Rope
+
+
+class Functions:
+    def __init__(self, args: Llama3Args) -> None:
+        self.eps, self.head_dim = args.norm_eps, args.head_dim
+        self.rope = Rope(args.head_dim, args.rope_theta, args.rope_scaling)
+
+    def norm(self, h: Tensor, scale: Tensor) -> Tensor:
+        return rms_norm(h, scale, self.eps)
+
+    def query(self, x: Tensor, positions: Tensor, wq: Tensor) -> Tensor:
+        return self.rope.apply(self._heads(F.linear(x, wq)), positions)
+
+    def key_value(
+        self, x: Tensor, positions: Tensor, wk: Tensor, wv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        k = self.rope.apply(self._heads(F.linear(x, wk)), positions)
+        return k, self._heads(F.linear(x, wv))
+
+    def output(self, out: Tensor, wo: Tensor) -> Tensor:
+        return F.linear(out.flatten(-2), wo)
+
+    def mlp_half(self, h: Tensor, scale: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return h + swiglu(rms_norm(h, scale, self.eps), w1, w2, w3)
+
+    def logits(self, h: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+        return F.linear(rms_norm(h, scale, self.eps), table)
+
+    def loss(self, h: Tensor, labels: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+        return cross_entropy_sum(self.logits(h, scale, table), labels)
+
+    def compile(self, backend: str) -> None:
+        """Replace the functions that work on tiles by compiled equals (shapes static: tiles repeat)."""
+        for name in ("query", "key_value", "mlp_half", "loss"):
+            compiled = torch.compile(getattr(self, name), backend=backend, dynamic=False)
+            setattr(self, name, compiled)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # [B, t, n*D] -> [B, t, n, D]

@@ -1,0 +1,192 @@
+"""Llama 3 (arXiv 2407.21783) as a single-device model; parallelize.py spreads it over ranks.
+
+    h = embed(tokens)
+    for each block:   h = h + attention(norm(h));   h = h + mlp(norm(h))
+    loss = cross_entropy(output(norm(h)), labels)
+
+Modules hold the weights, functions.py the arithmetic, and `Execution` says how a block is run: over
+which ranks, in which tiles, keeping what for backward. Its defaults are one rank, one tile and keeping
+everything, so the model runs as it stands on any device.
+
+Letters: B rows, T tokens of this rank, M dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from torchtitan_lc.attention.base import Projection, Projections, Strategy, Weight
+from torchtitan_lc.attention.kernels import Math
+from torchtitan_lc.attention.local import Local
+from torchtitan_lc.distributed.init import normal_
+from torchtitan_lc.models.llama3.args import Llama3Args
+from torchtitan_lc.models.llama3.functions import Functions
+from torchtitan_lc.ops.loss import tiled_loss
+from torchtitan_lc.ops.recompute import output_is_unused
+from torchtitan_lc.ops.tiled import tiled
+
+
+def run_plainly(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return fn(*inputs)
+
+
+@dataclass
+class Execution:
+    """How the blocks and the loss run; parallelize.py fills it in, the model only obeys.
+
+    strategy: spreads attention over ranks and heads.
+    mlp_tokens, loss_tokens: tokens per tile, 0 for all at once.
+    checkpoint: runs a block's two halves and decides what is kept for backward.
+    """
+
+    strategy: Strategy = field(default_factory=lambda: Local(Math()))
+    mlp_tokens: int = 0
+    loss_tokens: int = 0
+    checkpoint: Callable[..., Tensor] = run_plainly
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: its weights, and their description for a strategy."""
+
+    def __init__(self, args: Llama3Args, functions: Functions) -> None:
+        super().__init__()
+        self.args, self.functions = args, functions
+        q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        self.wq = nn.Linear(args.dim, q_dim, bias=False)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, args.dim, bias=False)
+
+    def projections(self, norm_scale: Tensor) -> Projections:
+        rows, columns = 0, 1  # where the heads lie in a projection's weight
+        f = self.functions
+        return Projections(
+            n_heads=self.args.n_heads,
+            n_kv_heads=self.args.n_kv_heads,
+            head_dim=self.args.head_dim,
+            norm=Projection(f.norm, (Weight(norm_scale),)),
+            query=Projection(f.query, (Weight(self.wq.weight, rows),)),
+            key_value=Projection(
+                f.key_value, (Weight(self.wk.weight, rows), Weight(self.wv.weight, rows))
+            ),
+            output=Projection(f.output, (Weight(self.wo.weight, columns),)),
+            scale=1 / math.sqrt(self.args.head_dim),
+        )
+
+
+class FeedForward(nn.Module):
+    """Weights of the gated MLP: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, args: Llama3Args) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+
+
+class TransformerBlock(nn.Module):
+    """h [B, T, M], positions [B, T] -> [B, T, M]."""
+
+    def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
+        super().__init__()
+        self.functions, self.execution = functions, execution
+        self.attention_norm = nn.RMSNorm(args.dim)
+        self.attention = Attention(args, functions)
+        self.ffn_norm = nn.RMSNorm(args.dim)
+        self.feed_forward = FeedForward(args)
+
+    def forward(self, h: Tensor, positions: Tensor) -> Tensor:
+        return self.execution.checkpoint(self._halves, h, positions)
+
+    def _halves(self, h: Tensor, positions: Tensor) -> Tensor:
+        projections = self.attention.projections(self.attention_norm.weight)
+        h = self.execution.strategy.attend(h, positions, projections)
+        mlp = self.feed_forward
+        return tiled(
+            self.functions.mlp_half,
+            h,
+            self.ffn_norm.weight,
+            mlp.w1.weight,
+            mlp.w2.weight,
+            mlp.w3.weight,
+            tile_tokens=self.execution.mlp_tokens,
+            skip_output=output_is_unused(),
+        )
+
+
+class Head(nn.Module):
+    """Final norm, output projection and loss: one unit, so that the full logits never exist.
+
+    A tied head has no table of its own: it is handed the embedding's, so there is no alias to lose when
+    a model is built on the meta device, and one parameter collects both gradients.
+    """
+
+    def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
+        super().__init__()
+        self.functions, self.execution = functions, execution
+        self.norm = nn.RMSNorm(args.dim)
+        self.output = (
+            None if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+        )
+
+    def forward(self, h: Tensor, labels: Tensor | None, tied_table: Tensor | None) -> Tensor:
+        """Sum of the loss over live labels (a scalar); logits [B, T, V] when there are no labels."""
+        table = tied_table if self.output is None else self.output.weight
+        assert table is not None
+        if labels is None:
+            return self.functions.logits(h, self.norm.weight, table)
+        return tiled_loss(
+            self.functions.loss,
+            h,
+            labels,
+            self.norm.weight,
+            table,
+            tile_tokens=self.execution.loss_tokens,
+        )
+
+
+class Llama3Model(nn.Module):
+    """tokens, positions, labels [B, T] int64 of this rank -> summed loss over its live labels.
+
+    positions count from the start of the whole row, whichever part of it this rank holds.
+    """
+
+    def __init__(self, args: Llama3Args) -> None:
+        super().__init__()
+        self.args = args
+        self.functions = Functions(args)
+        self.execution = Execution()
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): TransformerBlock(args, self.functions, self.execution)
+                for i in range(args.n_layers)
+            }
+        )
+        self.head = Head(args, self.functions, self.execution)
+
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None) -> Tensor:
+        tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
+        h = self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            h = block(h, positions)
+        return self.head(h, labels, tied)
+
+    def init_weights(self, seed: int) -> None:
+        """Initial values from ``seed`` alone, for whatever part of each parameter this rank holds.
+
+        Normal with args.init_std; the projections that write into the residual stream are scaled down
+        by sqrt(2 L) (GPT-2), so that its variance does not grow with depth.
+        """
+        residual = self.args.init_std / math.sqrt(2 * self.args.n_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+                continue
+            writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+            std = residual if writes_residual else self.args.init_std
+            normal_(parameter, name, seed=seed, std=std)

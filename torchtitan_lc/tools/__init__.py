@@ -1,0 +1,1 @@
+"""Small things that every level may use: errors, logging, hardware facts."""
