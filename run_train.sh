@@ -25,7 +25,9 @@ fail() {
 # GPUs that a process started here would see. Asks the driver, not torch, which needs seconds.
 visible_gpus() {
     local present device count=0 listed
-    present="$( (nvidia-smi -L 2>/dev/null || ls -d /dev/nvidia[0-9]* 2>/dev/null) | grep -c . || true)"
+    # A broken driver's message is no GPU; a container may hold the devices without nvidia-smi.
+    present="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
+    if ((present == 0)); then present="$(find /dev -maxdepth 1 -name 'nvidia[0-9]*' | wc -l)"; fi
     if [[ -z "${CUDA_VISIBLE_DEVICES+set}" ]]; then
         echo "$present"
         return
@@ -75,30 +77,15 @@ find_nodes() {
     fi
 }
 
-# Sets config_file and job_args: takes --config and --job.config_file out of the arguments.
-split_arguments() {
-    config_file="${CONFIG_FILE:-}" job_args=()
-    while (($#)); do
-        case "$1" in
-            --config | --job.config_file | --job.config-file)
-                (($# >= 2)) || fail "$1 needs the name of a configuration file"
-                config_file="$2"
-                shift
-                ;;
-            --config=* | --job.config_file=* | --job.config-file=*) config_file="${1#*=}" ;;
-            *) job_args+=("$1") ;;
-        esac
-        shift
+names_a_config() { # the script's arguments
+    local argument
+    if [[ -n "${CONFIG_FILE:-}" ]]; then return; fi
+    for argument in "$@"; do
+        case "${argument%%=*}" in --config | --job.config_file | --job.config-file) return ;; esac
     done
-    config_file="${config_file:-debug.toml}"
-    local candidate
-    for candidate in "$root/train_configs/$config_file" "$root/train_configs/$config_file.toml"; do
-        # A name that is neither here nor there is passed on: the program says what there is.
-        if [[ ! -f "$config_file" && -f "$candidate" ]]; then config_file="$candidate"; fi
-    done
+    return 1
 }
 
-split_arguments "$@"
 find_nodes
 ngpu="${NGPU:-}"
 if [[ -z "$ngpu" ]]; then
@@ -127,4 +114,5 @@ launch=(
     --rdzv_backend "${RDZV_BACKEND:-c10d}" --rdzv_endpoint "$endpoint" --rdzv_id "$rdzv_id"
 )
 if [[ -n "$node_rank" ]]; then launch+=(--node_rank "$node_rank"); fi
-exec "${launch[@]}" -- --job.config_file "$config_file" "${job_args[@]}"
+if ! names_a_config "$@"; then set -- --config "$root/train_configs/debug.toml" "$@"; fi
+exec "${launch[@]}" -- "$@"

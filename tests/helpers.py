@@ -68,11 +68,15 @@ def run_distributed(
         ]
         for worker in workers:
             worker.start()
+        answered = False
         try:
-            return _collect(workers, results, world_size, timeout)
+            values = _collect(workers, results, world_size, timeout)
+            answered = True
+            return values
         finally:
             for worker in workers:
-                worker.join(timeout=5)
+                # After a failure the others may wait for the failed one for ever.
+                worker.join(timeout=10 if answered else 0)
                 if worker.is_alive():
                     worker.kill()
                     worker.join()

@@ -12,6 +12,7 @@ Gradients come back in the shape and dtype of what they belong to.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -197,6 +198,60 @@ class SdpaFlash:
         )
 
 
+class FlashAttention4:
+    """flash-attn-4 (`pip install torchtitan_lc[fa4]`): fastest on Hopper and Blackwell.
+
+    Its functions are called directly: they compile at first use (seconds), and torch's own switch for
+    FA4 does not know this release.
+    """
+
+    name = "fa4"
+
+    def unsupported(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        if importlib.util.find_spec("flash_attn") is None or (
+            importlib.util.find_spec("flash_attn.cute") is None
+        ):
+            return "needs the package flash-attn-4: pip install 'torchtitan_lc[fa4]'"
+        if device_type != "cuda":
+            return f"needs a CUDA device, not {device_type}: use cpu"
+        if torch.cuda.get_device_capability()[0] not in (9, 10):
+            return "needs a Hopper or Blackwell GPU: use cudnn"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"computes in bfloat16 or float16, not {dtype}: use math for fp32"
+        if head_dim % 8 or head_dim > 256:
+            return f"does head sizes that are multiples of 8 up to 256, not {head_dim}: use sdpa"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse, *_ = _flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        dq, dk, dv = _flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal
+        )
+        return dq, dk, dv
+
+
 class Math:
     """Plain matrix products in at least fp32: the reference. Memory grows with S squared."""
 
@@ -255,6 +310,7 @@ class Math:
 
 
 KERNELS: dict[str, type[Kernel]] = {
+    "fa4": FlashAttention4,
     "cpu": CpuFlash,
     "cudnn": Cudnn,
     "sdpa": SdpaFlash,
@@ -282,7 +338,7 @@ def choose_kernel(
             raise ValueError(f"attention.kernel = {name!r} {problem}")
         return KernelChoice(kernel, "named in the config")
     case = f"{device_type}, {str(dtype).removeprefix('torch.')}, head size {head_dim}"
-    for candidate in ("cudnn", "sdpa", "cpu"):
+    for candidate in ("fa4", "cudnn", "sdpa", "cpu"):
         kernel = KERNELS[candidate]()
         if kernel.unsupported(device_type, dtype, head_dim) is None:
             return KernelChoice(kernel, f"first choice for {case}")

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lc.components import checkpoint_folders as folders
+from torchtitan_lc.components import checkpoint_reading as reading
 from torchtitan_lc.components.agreement import all_or_none, from_rank_zero
 from torchtitan_lc.components.lr_scheduler import continue_at
 from torchtitan_lc.components.rng import rng_state, set_rng_state
@@ -130,7 +131,7 @@ class CheckpointManager:
         tensors = self._tensors(parts)
         from_rank_zero(lambda: self._check_fits(path, parts, tensors), self._group)
         state = tensors | dict.fromkeys(self._plain_keys(path, parts))
-        self._read(path, state)
+        reading.read_into(state, path, self._group)
         self._apply(parts, state)
         step = int(self.train_state.state_dict()["step"])
         if self._rank == 0:
@@ -142,11 +143,11 @@ class CheckpointManager:
     def _check_fits(self, path: Path, parts: list[str], wanted: dict[str, Any]) -> None:
         """Compare names and shapes with the checkpoint's description alone; no tensor is read."""
         prefixes = tuple(f"{part}." for part in ("model", "optimizer") if part in parts)
-        differences = folders.differences(
-            {k: v for k, v in folders.saved_shapes(path).items() if k.startswith(prefixes)},
+        differences = reading.differences(
+            {k: v for k, v in reading.saved_shapes(path).items() if k.startswith(prefixes)},
             {k: tuple(v.shape) for k, v in wanted.items()},
         )
-        theirs = folders.read_identity(path)
+        theirs = reading.read_identity(path)
         if differences:
             raise UserError(
                 f"checkpoint {path} does not fit this run's model and optimizer.\n"
@@ -165,7 +166,7 @@ class CheckpointManager:
 
     def _plain_keys(self, path: Path, parts: list[str]) -> list[str]:
         """The small values that this rank reads: DCP fills the keys it is given, so ask first."""
-        saved = folders.read_metadata(path).state_dict_metadata
+        saved = reading.read_metadata(path).state_dict_metadata
         keys = [part for part in parts if part in ("lr_scheduler", "train_state", "dataloader")]
         if "dataloader" in parts:
             # A lane that was not saved is for the loader to refuse: it knows why it has the lane.
@@ -178,21 +179,6 @@ class CheckpointManager:
             else:
                 logger.info(f"{path} has no random state of rank {self._rank}: it keeps its seed")
         return keys
-
-    def _read(self, path: Path, state: dict[str, Any]) -> None:
-        try:
-            with folders.no_single_process_warning():
-                dcp.load(
-                    state,
-                    checkpoint_id=path,
-                    planner=DefaultLoadPlanner(flatten_state_dict=False),
-                    process_group=self._group,
-                )
-        except CheckpointException as error:
-            raise UserError(
-                f"checkpoint {path} cannot be read: {_first_failure(error)!r}. Move that folder "
-                "away to continue from the step before it"
-            ) from error
 
     def _apply(self, parts: list[str], state: dict[str, Any]) -> None:
         """Hand the values to their owners; tensors were filled in place already."""
@@ -251,7 +237,7 @@ class CheckpointManager:
             self._in_flight = (step, cast("Future[Any]", dcp.async_save(state, **arguments)), began)
             return True
         try:
-            with folders.no_single_process_warning():
+            with reading.no_single_process_warning():
                 dcp.save(state, **arguments)
         except CheckpointException as error:
             raise self._not_written(step, error) from error
@@ -312,7 +298,7 @@ class CheckpointManager:
             logger.info(f"Removed old checkpoints: steps {', '.join(map(str, sorted(removed)))}")
 
     def _not_written(self, step: int, error: CheckpointException) -> BaseException:
-        failure = _first_failure(error)
+        failure = reading.first_failure(error)
         if not isinstance(failure, OSError):
             return error
         return UserError(
@@ -324,7 +310,3 @@ class CheckpointManager:
 
 def _strip(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    return error.failures[min(error.failures)][0]

@@ -18,18 +18,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchtitan_lc.components.checkpoint_reading import read_metadata
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
 
@@ -125,9 +121,9 @@ def find_latest(folder: Path) -> tuple[StepFolder | None, list[str]]:
     if weights:
         raise UserError(
             f"{weights[0].path} holds model weights only (checkpoint.last_save_model_only), so "
-            "training cannot resume from it, and no older full checkpoint is left. To train on from "
-            f"these weights, set checkpoint.initial_load_path = {str(weights[0].path)!r} and another "
-            "checkpoint.folder"
+            "training cannot resume from it, and no older full checkpoint is left. To train on "
+            f"from these weights, set checkpoint.initial_load_path = {str(weights[0].path)!r} and "
+            "another checkpoint.folder"
         )
     damaged = [found for found in passed_over if found.state == "damaged"]
     if damaged:
@@ -172,48 +168,6 @@ def inspect(path: Path, step: int = 0) -> StepFolder:
             return StepFolder(path, step, "damaged", reason)
     model_only = "train_state" not in metadata.state_dict_metadata
     return StepFolder(path, step, "complete", model_only=model_only)
-
-
-def read_metadata(path: Path) -> Metadata:
-    """DCP's own description of a checkpoint: saved keys with shapes, and where their bytes lie."""
-    return FileSystemReader(path).read_metadata()
-
-
-def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Key -> shape of every saved entry; () for a plain value as for a 0-d tensor."""
-    saved = read_metadata(path).state_dict_metadata
-    return {key: tuple(getattr(entry, "size", ())) for key, entry in saved.items()}
-
-
-def differences(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    """One line per name or shape that differs, missing ones first; [] when the two agree."""
-    lines = [f"{key}: not in the checkpoint" for key in sorted(wanted.keys() - saved.keys())]
-    lines += [f"{key}: only in the checkpoint" for key in sorted(saved.keys() - wanted.keys())]
-    lines += [
-        f"{key}: shape {list(saved[key])} in the checkpoint, {list(wanted[key])} in this run"
-        for key in sorted(saved.keys() & wanted.keys())
-        if saved[key] != wanted[key]
-    ]
-    return lines
-
-
-def read_identity(path: Path) -> dict[str, Any]:
-    """What the run that saved this called its model; {} if the checkpoint does not say."""
-    if "identity" not in read_metadata(path).state_dict_metadata:
-        return {}
-    state: dict[str, Any] = {"identity": {}}
-    with no_single_process_warning():
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
-    return dict(state["identity"])
-
-
-@contextmanager
-def no_single_process_warning() -> Iterator[None]:
-    """DCP warns when it runs without a process group; here that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def make_empty(path: Path) -> Path:

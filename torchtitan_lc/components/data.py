@@ -110,12 +110,11 @@ class Lane:
         if self._held is not None and self._held[0] == n:
             return self._held[1]
         self._held = None  # free it before the next one is read
-        reader = self._reader
         if self._reader_at != n:
-            reader = self._source.documents(n, self._step)
+            self._reader = self._source.documents(n, self._step)
         self._reader_at = None  # a generator that has raised cannot go on
-        text = next(reader)
-        self._reader, self._reader_at = reader, n + self._step
+        text = next(self._reader)
+        self._reader_at = n + self._step
         bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
         try:
             # One token in both roles is put once between documents, not twice.

@@ -21,23 +21,10 @@ import numpy.typing as npt
 
 from torchtitan_lc.components.hf_documents import HFDocuments, check_hf_dataset
 from torchtitan_lc.tools.errors import UserError
-from torchtitan_lc.tools.logging import logger
+from torchtitan_lc.tools.logging import warn_once
 
-TEXT_SUFFIXES = [
-    ".txt",
-    ".md",
-    ".rst",
-    ".tex",
-    ".html",
-    ".py",
-    ".c",
-    ".h",
-    ".cpp",
-    ".cu",
-    ".rs",
-    ".go",
-    ".js",
-]
+# A single file may have any suffix; in a folder other files are data of another kind more often.
+TEXT_SUFFIXES = [".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".cu", ".rs"]
 _SCAN_BYTES = 1 << 24
 
 
@@ -141,7 +128,7 @@ class TextDocuments(IndexedDocuments):
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            logger.warning(
+            warn_once(
                 f"{self._files[i]} is not UTF-8 at byte {error.start}: "
                 "what cannot be read becomes U+FFFD."
             )

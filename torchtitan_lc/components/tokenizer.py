@@ -35,9 +35,12 @@ class Tokenizer(Protocol):
     `vocab_size` is the largest id plus one. One token may be both `bos_id` and `eos_id`.
     """
 
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
 
     def encode(self, text: str, add_bos: bool, add_eos: bool) -> TokenArray:
         """Ids of `text`, int64 [n]. ValueError if BOS or EOS is asked for and does not exist."""

@@ -80,7 +80,8 @@ class ModelRope:
     factor: float | None = None
     """llama3 scaling: how many times slower the low frequencies turn, at least 1."""
     low_freq_factor: float | None = None
-    """llama3 scaling: wavelengths above original_max_position_embeddings / this are slowed fully."""
+    """llama3 scaling: wavelengths above original_max_position_embeddings / this are slowed by the
+    whole factor."""
     high_freq_factor: float | None = None
     """llama3 scaling: wavelengths below original_max_position_embeddings / this are left alone; in
     between, the two are blended. Must exceed low_freq_factor."""
@@ -184,7 +185,7 @@ class Parallelism:
     """How the ranks are arranged: replicate x shard x context_parallel = number of ranks."""
 
     data_parallel_replicate_degree: int = 1
-    """Copies of the sharded model (HSDP). Costs memory in proportion, saves gathers across nodes."""
+    """Copies of the sharded model (HSDP). Memory grows in proportion; gathers stay in a copy."""
     data_parallel_shard_degree: int = -1
     """Groups with rows of their own. Parameters are sharded over this x context_parallel_degree, so
     raising the latter costs no parameter memory. -1: all ranks that the other degrees leave."""
@@ -207,7 +208,7 @@ class Attention:
     `upipe`: Untied Ulysses, a few heads at a time, the least memory. `auto`: local when
     context_parallel_degree is 1, else upipe. All give the same function of the same weights."""
     kernel: Literal["auto", "cpu", "cudnn", "sdpa", "fa4", "math"] = "auto"
-    """`fa4` (extra `fa4`, fastest on Hopper), `cudnn` and `sdpa` (through torch) need CUDA; `cpu` is
+    """`fa4` (extra `fa4`, fastest on Hopper), `cudnn` and `sdpa` (in torch) need CUDA; `cpu` is
     torch's flash kernel there; `math` runs anywhere, holds the full score matrix, and is for tests.
     `auto` takes the best that works and logs why."""
     heads_per_stage: int = 1
@@ -293,7 +294,8 @@ class Comm:
     """Limit after step 1. One exchange may wait for the slowest rank's attention: at millions of
     tokens give it minutes."""
     trace_buf_size: int = 20000
-    """Entries of the NCCL flight recorder, which tells after a timeout who waited for whom. 0: off."""
+    """Entries of the NCCL flight recorder, which tells after a timeout who waited for whom; 0 is
+    off."""
 
 
 @dataclass

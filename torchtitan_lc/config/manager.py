@@ -9,7 +9,6 @@ package's __init__ re-exports leaves this module out: imported there, it would b
 that command, and Python warns about it.
 """
 
-import dataclasses
 import difflib
 import logging
 import os
@@ -92,22 +91,23 @@ def _build(path: Path | None, sources: list[Found]) -> JobConfig:
 
 def _config_file(flags: list[Flag]) -> tuple[Path | None, list[str]]:
     """The file that the flags or CONFIG_FILE name, and what is wrong with that choice."""
-    given = {flag.written: flag.text for flag in flags if flag.key == "job.config_file"}
+    given = [(flag.written, flag.text) for flag in flags if flag.key == "job.config_file"]
     if os.environ.get("CONFIG_FILE"):
-        given["CONFIG_FILE"] = os.environ["CONFIG_FILE"]
-    problems = [f"{name}: needs the name of a file" for name, text in given.items() if not text]
-    paths: dict[Path, str] = {}
-    for name, text in given.items():
+        given.append(("CONFIG_FILE", os.environ["CONFIG_FILE"]))
+    problems: list[str] = []
+    chosen: dict[Path, tuple[Path, str]] = {}  # by absolute path: two ways to write one are one
+    for name, text in given:
+        path = _find(text) if text else None
         if not text:
-            continue
-        path = _find(text)
-        if path is None:
+            problems.append(f"{name}: needs the name of a file")
+        elif path is None:
             problems.append(f"{name} {text}: no such file{_shipped_names(text)}")
         else:
-            paths.setdefault(path.resolve(), f"{name} {text}")
-    if len(paths) > 1:
-        problems.append("different config files: " + ", ".join(paths.values()) + "; give one")
-    return next(iter(paths), None), problems
+            chosen.setdefault(path.resolve(), (path, f"{name} {text}"))
+    if len(chosen) > 1:
+        written = ", ".join(label for _, label in chosen.values())
+        problems.append(f"different config files: {written}; give one")
+    return next((path for path, _ in chosen.values()), None), problems
 
 
 def _find(name: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""The manual: the docstrings under the fields of job_config.py, as data and as the `--help` page."""
+"""The manual: the docstrings under the fields of job_config.py, as data and as `--help`."""
 
 import ast
 import dataclasses
@@ -55,13 +55,14 @@ def _for_help(section: type) -> Any:
     hints = get_type_hints(section, include_extras=True)
     fields: list[Any] = []
     for item in dataclasses.fields(section):
-        hint, text = hints[item.name], field_docs(section).get(item.name)
+        hint: Any = hints[item.name]
         default = dataclasses.field(default=item.default, default_factory=item.default_factory)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             shown = _for_help(hint)
             fields.append((item.name, shown, dataclasses.field(default_factory=shown)))
             continue
         metavar = {"tokens": "TOKENS", "list": "A,B,..."}.get(kind_of(hint).base)
+        text = field_docs(section).get(item.name)
         shown = Annotated[hint, tyro.conf.arg(help=text, metavar=metavar)]
         fields.append((item.name, shown, default))
     doc = {"__doc__": section_doc(section)}

@@ -40,7 +40,7 @@ def set_key(config: JobConfig, key: str, value: Any) -> None:
 def bracketed(key: str) -> str:
     """A key as a reader of TOML looks for it: "[training] seq_len"."""
     section, _, name = key.rpartition(".")
-    return f"[{section}] {name}"
+    return f"[{section}] {name}" if section else name
 
 
 def unknown_section(section: str) -> str:
@@ -72,6 +72,8 @@ def unknown_key(key: str) -> str:
         homes = [section_of(known) for known in all_keys() if _leaf(known) == elsewhere[0]]
         places = _either(f"[{home}]" for home in homes)
         return f"no such key; did you mean `{elsewhere[0]}` in {places}?"
+    if not section:
+        return "no such key in any section; --help lists them all"
     if not here:
         return unknown_section(section)
     return f"no such key; [{section}] has " + ", ".join(here)
@@ -81,8 +83,9 @@ def _walk(section: type, prefix: str) -> list[tuple[str, Kind]]:
     hints = get_type_hints(section, include_extras=True)
     found: list[tuple[str, Kind]] = []
     for item in dataclasses.fields(section):
-        annotation, key = hints[item.name], prefix + item.name
-        if dataclasses.is_dataclass(annotation):
+        annotation: Any = hints[item.name]
+        key = prefix + item.name
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             found += _walk(annotation, key + ".")
         else:
             found.append((key, kind_of(annotation)))

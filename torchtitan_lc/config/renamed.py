@@ -12,7 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gone:
-    """Why a name is refused, and the values (as lower-case text) under which it is harmless."""
+    """Why a name is refused, and the values (as lower-case text) under which it is harmless.
+
+    A whole section is harmless while its `enable` (once `enabled`) is false, as it is by default.
+    """
 
     advice: str
     harmless: tuple[str, ...] = ()
@@ -84,7 +87,6 @@ GONE = {
     "training.pretrained_checkpoint_path": Gone(
         "say checkpoint.initial_load_path, with checkpoint.enable = true"
     ),
-    "training.dataloader": Gone("the loader has no settings of its own"),
     "parallelism.tensor_parallel_degree": Gone(_TENSOR, _ONE),
     "parallelism.disable_loss_parallel": Gone(_TENSOR, ("true", "false")),
     "parallelism.enable_async_tensor_parallel": Gone(_TENSOR, _OFF),
@@ -107,11 +109,15 @@ GONE = {
         "no seed checkpoint is needed: debug.seed gives the same weights on any number of ranks",
         _OFF,
     ),
-    "checkpoint.enable_ft_dataloader_checkpoints": Gone("TorchFT is not offered", ("true", "false")),
+    "checkpoint.enable_ft_dataloader_checkpoints": Gone(
+        "TorchFT is not offered", ("true", "false")
+    ),
     "activation_checkpoint.selective_ac_option": Gone(
         "mode selective keeps attention's output in every layer; there is no choice of layers"
     ),
-    "activation_checkpoint.offloading": Gone("offloading to host memory is not available yet", _OFF),
+    "activation_checkpoint.offloading": Gone(
+        "offloading to host memory is not available yet", _OFF
+    ),
     "activation_checkpoint.memory_budget": Gone('say mode = "selective" or "full"'),
     "activation_checkpoint.visualize_memory_budget_pareto": Gone("it is not offered", _OFF),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
@@ -123,14 +129,18 @@ GONE = {
     ),
     "activation_checkpoint.determinism_check": Gone("it is not offered", ("default",)),
     "activation_checkpoint.debug": Gone("it is not offered", _OFF),
-    "compile.components": Gone("compile.enable compiles the tile functions, all of them"),
-    "comm.save_traces_folder": Gone("it is not offered; comm.trace_buf_size is"),
-    "comm.save_traces_file_prefix": Gone("it is not offered; comm.trace_buf_size is"),
+    "compile.components": Gone(
+        "compile.enable compiles the tile functions of model and loss together",
+        ("['model', 'loss']", "model,loss"),
+    ),
+    "comm.save_traces_folder": Gone("it is not offered", ("comm_traces",)),
+    "comm.save_traces_file_prefix": Gone("it is not offered", ("rank_",)),
     "comm.mode": Gone("only real process groups are offered", ("default",)),
     "debug.deterministic_warn_only": Gone("debug.deterministic raises, always", _OFF),
     "debug.moe_force_load_balance": Gone(_EXPERT, _OFF),
 }
 
+# A [quantize] section alone changes nothing in TorchTitan either: model.converters switches it on.
 _FLOAT8 = "float8 and mx training are not offered"
 GONE_SECTIONS = {
     "float8": Gone(_FLOAT8),
@@ -139,7 +149,7 @@ GONE_SECTIONS = {
     "memory_estimation": Gone("it is not offered"),
     "fault_tolerance": Gone("TorchFT is not offered; a run continues by the same command"),
     "validation": Gone("evaluation during training is not offered"),
-    "training.dataloader": GONE["training.dataloader"],
+    "training.dataloader": Gone("the loader has no settings of its own"),
 }
 
 _PIPELINE_PREFIXES = ("parallelism.pipeline_parallel_", "parallelism.module_fqns_per_model_part")
@@ -155,8 +165,10 @@ def look_up(key: str, value: Any) -> Verdict:
         return Verdict(notice=_NO_EFFECT_THERE)
     if gone is None:
         return Verdict()
+    if isinstance(value, dict) and not value.get("enable", value.get("enabled", False)):
+        return Verdict(notice=f"has no effect: {gone.advice}")
     if str(value).lower() in gone.harmless:
-        return Verdict(notice=f"is not a setting here, and {value!r} changes nothing: {gone.advice}")
+        return Verdict(notice=f"is not a setting here and, as {value!r}, not needed: {gone.advice}")
     return Verdict(problem=f"is not a setting here: {gone.advice}")
 
 

@@ -110,10 +110,11 @@ def _read_table(table: dict[str, Any], section: str, found: Found) -> None:
 
 
 def _read_item(key: str, value: Any, found: Found) -> None:
-    shown = f"[{key}]" if isinstance(value, dict) else names.bracketed(key)
+    is_table = isinstance(value, dict) and key not in names.all_keys()
+    shown = f"[{key}]" if is_table else names.bracketed(key)
     verdict = look_up(key, value)
-    if isinstance(value, dict) and verdict == Verdict() and key not in names.all_keys():
-        _unknown_table(key, value, found)
+    if is_table and verdict == Verdict():
+        found.problems.append(f"{shown}: {names.unknown_section(key)}")
         return
     _note(verdict, shown, found)
     if verdict != Verdict() and verdict.key is None:
@@ -130,16 +131,6 @@ def _read_item(key: str, value: Any, found: Found) -> None:
             found.values[key] = from_toml(names.all_keys()[key], value)
         except ValueError as error:
             found.problems.append(f"{shown} = {toml_item(value)}: {error}")
-
-
-def _unknown_table(key: str, table: dict[str, Any], found: Found) -> None:
-    """A section that does not exist; but every key of [float8] or the like has its own answer."""
-    problem = f"[{key}]: {names.unknown_section(key)}"
-    moved = [name for name in table if look_up(f"{key}.{name}", table[name]) != Verdict()]
-    for name in moved:
-        _read_item(f"{key}.{name}", table[name], found)
-    if len(moved) < len(table) or not table:
-        found.problems.append(problem)
 
 
 def _flag_value(key: str, flag: Flag) -> tuple[str, Any]:

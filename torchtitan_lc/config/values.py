@@ -5,6 +5,7 @@ caller knows the key and puts it in front.
 """
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -71,9 +72,13 @@ def from_text(kind: Kind, text: str) -> Any:
         return text
     if kind.base == "str":
         return text
-    read = {"int": int, "float": float, "tokens": parse_token_count}[kind.base]
+    readers: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "tokens": parse_token_count,
+    }
     try:
-        return read(text)
+        return readers[kind.base](text)
     except ValueError:
         raise ValueError(f"expected {kind.expected}") from None
 
@@ -93,7 +98,8 @@ def from_toml(kind: Kind, value: Any) -> Any:
     # type() and not isinstance(): True is an int to Python, and never what was meant here.
     elif type(value) is {"bool": bool, "int": int, "tokens": int, "str": str}.get(kind.base):
         return value
-    raise ValueError(f"expected {kind.expected}, got {_article(value)}{_fix(kind, value)}")
+    got = "" if kind.base == "choice" and isinstance(value, str) else f", got {_article(value)}"
+    raise ValueError(f"expected {kind.expected}{got}{_fix(kind, value)}")
 
 
 def toml_item(value: Any) -> str:

@@ -1,0 +1,260 @@
+"""Rules that join settings to one another and to the number of ranks: one function per rule.
+
+No process group, no torch, no model: what can be said of whole numbers and files. `check` reports
+every failure at once; `warn` (no_effect.py) is for what is allowed but does nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchtitan_lc.config import names
+from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.config.no_effect import warn
+from torchtitan_lc.config.resolve import accumulation_steps, resolve_degrees, resolve_strategy
+
+__all__ = ["accumulation_steps", "check", "resolve_degrees", "resolve_strategy", "warn"]
+
+AT_LEAST_ONE = (
+    "profiling.profile_freq",
+    "profiling.profiler_active",
+    "metrics.log_freq",
+    "training.local_batch_size",
+    "training.steps",
+    "training.gc_freq",
+    "attention.heads_per_stage",
+    "checkpoint.interval",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
+)
+AT_LEAST_ZERO = (
+    "profiling.profiler_warmup",
+    "optimizer.weight_decay",
+    "lr_scheduler.warmup_steps",
+    "tiling.projection_tokens",
+    "tiling.mlp_tokens",
+    "tiling.loss_tokens",
+    "checkpoint.keep_latest_k",
+    "comm.trace_buf_size",
+    "debug.seed",
+)
+ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "training.max_norm", "model.rope.theta")
+KERNEL_DEVICE = {"cpu": "cpu", "cudnn": "cuda", "sdpa": "cuda", "fa4": "cuda"}
+
+
+def check(config: JobConfig, world_size: int, device_type: str) -> list[str]:
+    """All that keeps `config` from running on `world_size` ranks of "cuda" or "cpu"; [] if nothing.
+
+    Each text names the keys, their values and the fix.
+    """
+    problems = list(_degrees(config, world_size)) + list(_kernel_device(config, device_type))
+    for rule in _RULES:
+        problems += rule(config)
+    return problems
+
+
+def _degrees(config: JobConfig, world_size: int) -> Iterator[str]:
+    try:
+        replicate, shard, _ = resolve_degrees(config, world_size)
+    except ValueError as error:
+        yield str(error)
+        return
+    if config.training.local_batch_size < 1:
+        return  # reported by _minimum
+    try:
+        accumulation_steps(config, replicate * shard)
+    except ValueError as error:
+        yield str(error)
+
+
+def _kernel_device(config: JobConfig, device_type: str) -> Iterator[str]:
+    kernel = config.attention.kernel
+    needed = KERNEL_DEVICE.get(kernel, device_type)
+    if needed != device_type:
+        yield (
+            f'attention.kernel = "{kernel}" runs on {needed} devices, and this machine offers '
+            f'{device_type}: use "auto"'
+        )
+
+
+def _minimum(config: JobConfig) -> Iterator[str]:
+    """NaN fails these comparisons too, as they ask for what is right."""
+    for keys, bound in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
+        for key in keys:
+            value = names.get_key(config, key)
+            if not value >= bound:
+                yield f"{key} = {value}: must be at least {bound}"
+    for key in ABOVE_ZERO:
+        value = names.get_key(config, key)
+        if value is not None and not value > 0:
+            yield f"{key} = {value}: must be above 0"
+
+
+def _row_length(config: JobConfig) -> Iterator[str]:
+    seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
+    if seq_len < 1:
+        yield f"training.seq_len = {seq_len}: must be at least 1"
+    elif cp >= 1 and seq_len % cp:
+        below, above = seq_len // cp * cp, -(-seq_len // cp) * cp
+        near = f"{below} or {above}" if below else str(above)
+        yield (
+            f"training.seq_len = {seq_len} is not a multiple of parallelism.context_parallel_"
+            f"degree = {cp}, as the equal parts of its ranks require; the nearest that fit: {near}"
+        )
+
+
+def _ulysses_degree(config: JobConfig) -> Iterator[str]:
+    cp = config.parallelism.context_parallel_degree
+    ulysses = config.parallelism.context_parallel_ulysses_degree
+    if ulysses not in (-1, cp):
+        yield (
+            f"parallelism.context_parallel_ulysses_degree = {ulysses} with context_parallel_degree "
+            f"= {cp}: context_parallel_degree counts all ranks that share a row, and those outside "
+            f"the Ulysses degree would form a ring, which is not available yet; use -1 or {cp}"
+        )
+
+
+def _strategy(config: JobConfig) -> Iterator[str]:
+    cp = config.parallelism.context_parallel_degree
+    if config.attention.strategy == "local" and cp > 1:
+        yield (
+            f'attention.strategy = "local" keeps a row on one rank, but parallelism.'
+            f'context_parallel_degree = {cp}: use "upipe", "ulysses" or "auto", or degree 1'
+        )
+
+
+def _kernel_dtype(config: JobConfig) -> Iterator[str]:
+    kernel, dtype = config.attention.kernel, config.training.mixed_precision_param
+    if KERNEL_DEVICE.get(kernel) == "cuda" and dtype == "float32":
+        yield (
+            f'attention.kernel = "{kernel}" computes in bfloat16, but training.'
+            f'mixed_precision_param = "{dtype}": use "bfloat16", or attention.kernel = "math"'
+        )
+
+
+def _schedule(config: JobConfig) -> Iterator[str]:
+    schedule = config.lr_scheduler
+    if schedule.total_steps is not None and schedule.total_steps < 1:
+        yield f"lr_scheduler.total_steps = {schedule.total_steps}: must be at least 1, or left out"
+    if schedule.decay_ratio is not None and not 0 <= schedule.decay_ratio <= 1:
+        yield f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: must lie in 0 to 1"
+    if not 0 <= schedule.min_lr_factor <= 1:
+        yield (
+            f"lr_scheduler.min_lr_factor = {schedule.min_lr_factor}: a share of optimizer.lr, so "
+            "it must lie in 0 to 1"
+        )
+
+
+def _optimizer(config: JobConfig) -> Iterator[str]:
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        beta = names.get_key(config, key)
+        if not 0 <= beta < 1:
+            yield f"{key} = {beta}: must be at least 0 and below 1"
+    for key in ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay"):
+        if math.isinf(names.get_key(config, key)):
+            yield f"{key} = inf: must be finite"
+
+
+def _rope(config: JobConfig) -> Iterator[str]:
+    rope = config.model.rope
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.factor is not None and not rope.factor >= 1:
+        yield f"model.rope.factor = {rope.factor}: must be at least 1 (it stretches the context)"
+    if low is not None and high is not None and not 0 < low < high:
+        yield (
+            f"model.rope.low_freq_factor = {low}, high_freq_factor = {high}: the first must be "
+            "above 0 and below the second"
+        )
+    if rope.original_max_position_embeddings is not None:
+        length = rope.original_max_position_embeddings
+        if length < 1:
+            yield f"model.rope.original_max_position_embeddings = {length}: must be at least 1"
+
+
+def _dataset(config: JobConfig) -> Iterator[str]:
+    dataset, path = config.training.dataset, config.training.dataset_path
+    if dataset == "stdlib":
+        return
+    if not path:
+        wanted = "the name or folder of a data set" if dataset == "hf" else "a file or a folder"
+        yield f'training.dataset = "{dataset}" needs training.dataset_path: {wanted}'
+    elif dataset != "hf" and not Path(path).exists():
+        yield f'training.dataset_path = "{path}": no such file or folder'
+
+
+def _tokenizer(config: JobConfig) -> Iterator[str]:
+    folder, tokenizer = config.model.hf_assets_path, config.model.tokenizer
+    if not folder and tokenizer in ("hf", "tiktoken"):
+        yield (
+            f'model.tokenizer = "{tokenizer}" needs model.hf_assets_path, the folder of its files; '
+            'or use "byte", which needs none'
+        )
+    elif Path(folder).is_file():
+        yield (
+            f'model.hf_assets_path = "{folder}" is a file: give its folder, "{Path(folder).parent}"'
+        )
+    elif folder and not Path(folder).is_dir():
+        yield f'model.hf_assets_path = "{folder}": no such folder'
+
+
+def _profiling(config: JobConfig) -> Iterator[str]:
+    profiling = config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and 1 <= profiling.profile_freq < needed:
+        yield (
+            f"profiling.profile_freq = {profiling.profile_freq} leaves no room for profiler_warmup "
+            f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}: use "
+            f"{needed} or more"
+        )
+
+
+def _checkpoint(config: JobConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_latest_k == 1:
+        yield (
+            "checkpoint.keep_latest_k = 1: a crash while the only checkpoint is replaced would "
+            "leave none; use 2 or more, or 0 to keep all"
+        )
+    if checkpoint.load_step < -1:
+        yield f"checkpoint.load_step = {checkpoint.load_step}: a step, or -1 for the newest"
+    if checkpoint.enable:
+        return
+    # Unlike the keys of `warn`, leaving these aside would train from other weights than asked for.
+    needs_enable = {
+        "load_step": checkpoint.load_step != -1,
+        "initial_load_path": checkpoint.initial_load_path is not None,
+        "load_only": checkpoint.load_only,
+    }
+    for name, is_set in needs_enable.items():
+        if is_set:
+            value = getattr(checkpoint, name)
+            yield f"checkpoint.{name} = {value} loads only with checkpoint.enable = true"
+
+
+def _folders(config: JobConfig) -> Iterator[str]:
+    for key in ("job.dump_folder", "checkpoint.folder"):
+        if not names.get_key(config, key).strip():
+            yield f"{key} is empty: give a folder name"
+
+
+def _seed(config: JobConfig) -> Iterator[str]:
+    if config.debug.seed >= 2**63:
+        yield f"debug.seed = {config.debug.seed}: must be below 2**63"
+
+
+_RULES: tuple[Callable[[JobConfig], Iterator[str]], ...] = (
+    _minimum,
+    _row_length,
+    _ulysses_degree,
+    _strategy,
+    _kernel_dtype,
+    _schedule,
+    _optimizer,
+    _rope,
+    _dataset,
+    _tokenizer,
+    _profiling,
+    _checkpoint,
+    _folders,
+    _seed,
+)

@@ -1,0 +1,49 @@
+"""FSDP2 over a model's units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard_units(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool | Sequence[bool],
+) -> None:
+    """Shard each of ``units``, then what is left of ``model`` as the root unit, over ``mesh``.
+
+    Weights are gathered in ``param_dtype``, gradients summed over ranks in ``reduce_dtype``; the shards
+    keep the dtype they have. Forward inputs are not cast: blocks get hidden states that already have
+    param_dtype, and integer positions.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    if isinstance(reshard_after_forward, bool):
+        reshard_after_forward = [reshard_after_forward] * len(units)
+    for unit, reshard in zip(units, reshard_after_forward, strict=True):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    sum_gradients(model.modules())
+
+
+def sum_gradients(modules: Iterable[nn.Module]) -> None:
+    """Switch FSDP's mean off: gradients are summed over ranks.
+
+    The loss is already divided by the number of live labels of all ranks, the only place where a
+    division happens. A factor of 1 alone asks gloo for a reduction that it lacks; forcing SUM gives the
+    same on every backend.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,129 @@
+"""The model registry: a name -> what the trainer needs to build, spread and train that model.
+
+A package of yours registers its model when it is imported, and `experimental.custom_import` names it:
+
+    from torchtitan_lc.models.spec import ModelSpec, register_model
+    register_model(ModelSpec(name="mine", flavors={"small": MyArgs(...)}, build=MyModel,
+                             parallelize=my_parallelize))
+
+docs/registering-a-model.md is a complete example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.distributed.parallel_dims import Meshes
+from torchtitan_lc.tools.errors import UserError
+
+BUILT_IN = ("llama3",)
+
+
+class ModelArgs(Protocol):
+    """What the rest of the framework reads of a model's shape."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class Model(Protocol):
+    """forward(tokens, positions, labels) -> summed loss of this rank's live labels;
+    init_weights(seed) fills the materialised parameters."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor, labels: Tensor | None) -> Tensor: ...
+    def init_weights(self, seed: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """name: `model.name`. flavors: `model.flavor` -> args. build(args) -> module, on any device.
+    parallelize(model, config, strategy, meshes): applies strategy, tiles, checkpointing, compile and
+    FSDP2 in place. adjust(args, config) -> args: takes over the config's model settings (rope)."""
+
+    name: str
+    flavors: Mapping[str, Any]
+    build: Callable[[Any], nn.Module]
+    parallelize: Callable[[nn.Module, JobConfig, Any, Meshes], None]
+    adjust: Callable[[Any, JobConfig], Any] = lambda args, config: args
+
+
+_registry: dict[str, ModelSpec] = {}
+
+
+def register_model(spec: ModelSpec) -> None:
+    """Make ``spec`` known under its name. Raises ValueError when the name is taken, by a built-in
+    model too."""
+    if spec.name in _registry or (spec.name in BUILT_IN and not _is_built_in(spec)):
+        raise ValueError(
+            f"a model named {spec.name!r} is registered already: choose another ModelSpec.name"
+        )
+    _registry[spec.name] = spec
+
+
+def get_model(name: str) -> ModelSpec:
+    """The spec registered under ``name``. Raises UserError that names the known ones."""
+    if name in BUILT_IN:
+        importlib.import_module(f"torchtitan_lc.models.{name}")
+    if name not in _registry:
+        known = sorted({*BUILT_IN, *_registry})
+        raise UserError(
+            f"model.name = {name!r} is not registered; known models: {', '.join(known)}. "
+            "A model of your own is registered by the module that experimental.custom_import names."
+        )
+    return _registry[name]
+
+
+def get_args(spec: ModelSpec, config: JobConfig) -> Any:
+    """The args of the config's flavor with the config's model settings applied."""
+    flavor = config.model.flavor
+    if flavor not in spec.flavors:
+        near = difflib.get_close_matches(flavor, spec.flavors, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(
+            f"model.flavor = {flavor!r} is not a flavor of {spec.name!r}{hint}; "
+            f"flavors: {', '.join(spec.flavors)}"
+        )
+    return spec.adjust(spec.flavors[flavor], config)
+
+
+def import_custom(module: str) -> None:
+    """Import the user's module (`experimental.custom_import`), so that it can register its models."""
+    if not module:
+        return
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise  # the module is there, something that it imports is not: that is its own bug
+        raise UserError(
+            f"experimental.custom_import = {module!r} cannot be imported: no module named "
+            f"{error.name!r}; put its parent folder on PYTHONPATH or install it"
+        ) from error
+
+
+def identity(spec: ModelSpec, flavor: str, args: Any) -> dict[str, Any]:
+    """Plain description of a model, kept in its checkpoints for messages."""
+    shape = dataclasses.asdict(args) if dataclasses.is_dataclass(args) else vars(args)
+    return {"name": spec.name, "flavor": flavor, **{k: repr(v) for k, v in shape.items()}}
+
+
+def _is_built_in(spec: ModelSpec) -> bool:
+    return spec.build.__module__.startswith("torchtitan_lc.models.")

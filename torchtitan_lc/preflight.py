@@ -1,0 +1,122 @@
+"""Everything that can be wrong with a job and be known before a process group exists.
+
+Runs once in the launcher, before workers start, and reads only the config, the model's shape and what
+lies on disk. All problems are reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtitan_lc.attention.base import AttentionShape
+from torchtitan_lc.attention.kernels import KernelChoice, choose_kernel
+from torchtitan_lc.attention.strategies import make_strategy
+from torchtitan_lc.components.checkpoint_folders import checkpoint_problems
+from torchtitan_lc.components.data import check_dataset
+from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.config.no_effect import warn
+from torchtitan_lc.config.resolve import resolve_strategy
+from torchtitan_lc.config.validate import check
+from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, import_custom
+from torchtitan_lc.tools.dtypes import torch_dtype
+from torchtitan_lc.tools.errors import UserError
+from torchtitan_lc.tools.logging import logger
+
+
+@dataclass(frozen=True)
+class JobModel:
+    """The model that a config names: its spec and its args with the config's settings applied."""
+
+    spec: ModelSpec
+    args: Any
+
+
+def job_model(config: JobConfig) -> JobModel:
+    import_custom(config.experimental.custom_import)
+    spec = get_model(config.model.name)
+    return JobModel(spec, get_args(spec, config))
+
+
+def job_kernel(config: JobConfig, args: Any, device_type: str) -> KernelChoice:
+    return choose_kernel(
+        config.attention.kernel,
+        device_type=device_type,
+        dtype=compute_dtype(config),
+        head_dim=args.head_dim,
+    )
+
+
+def compute_dtype(config: JobConfig) -> torch.dtype:
+    """The dtype of weights and activations in forward and backward."""
+    return torch_dtype(config.training.mixed_precision_param)
+
+
+def attention_shape(config: JobConfig, args: Any) -> AttentionShape:
+    return AttentionShape(
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
+        seq_len=config.training.seq_len,
+    )
+
+
+def check_job(config: JobConfig, world_size: int, device_type: str) -> None:
+    """Raise UserError with every problem; log a warning for every key that has no effect here."""
+    problems = check(config, world_size, device_type)
+    problems += _checkable(config, device_type)
+    if problems:
+        # A rule of the config and the strategy may say the same of the same number.
+        distinct = list(dict.fromkeys(problems))
+        raise UserError("\n".join(distinct))
+    for message in warn(config):
+        logger.warning(message)
+
+
+def _checkable(config: JobConfig, device_type: str) -> list[str]:
+    problems: list[str] = []
+
+    def collect(step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except (UserError, ValueError) as error:
+            problems.append(str(error))
+            return None
+
+    model = collect(lambda: job_model(config))
+    tokenizer = collect(
+        lambda: build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
+    )
+    if model is not None:
+        kernel = collect(lambda: job_kernel(config, model.args, device_type))
+        if kernel is not None:
+            collect(lambda: _check_strategy(config, model.args, kernel))
+        if tokenizer is not None:
+            problems += _vocabulary(tokenizer, model)
+    collect(lambda: check_dataset(config.training))
+    if config.checkpoint.enable:
+        problems += checkpoint_problems(config.checkpoint, config.job.dump_folder)
+    return problems
+
+
+def _check_strategy(config: JobConfig, args: Any, kernel: KernelChoice) -> None:
+    strategy = make_strategy(
+        resolve_strategy(config),
+        kernel.kernel,
+        ranks=config.parallelism.context_parallel_degree,
+        heads_per_stage=config.attention.heads_per_stage,
+    )
+    strategy.check(attention_shape(config, args))
+
+
+def _vocabulary(tokenizer: Tokenizer, model: JobModel) -> Iterator[str]:
+    if tokenizer.vocab_size > model.args.vocab_size:
+        yield (
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {model.spec.name} has a table of "
+            f"{model.args.vocab_size}: choose the tokenizer of this model (model.tokenizer, "
+            "model.hf_assets_path) or a flavor with a larger vocabulary"
+        )

@@ -1,0 +1,321 @@
+"""The trainer: builds the parts in the order in which they need each other, then
+
+    batch -> forward_backward -> step -> log
+
+The loss is the sum over live labels divided once by the number of live labels of all micro-batches and
+all ranks, counted before the first backward; nothing else scales gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan_lc.attention.strategies import make_strategy
+from torchtitan_lc.components.checkpoint import CheckpointManager
+from torchtitan_lc.components.data import build_loader
+from torchtitan_lc.components.lr_scheduler import build_lr_scheduler
+from torchtitan_lc.components.metrics import MetricsProcessor, flops_per_token
+from torchtitan_lc.components.optimizer import build_optimizer
+from torchtitan_lc.components.tokenizer import build_tokenizer
+from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.config.manager import to_toml
+from torchtitan_lc.config.resolve import accumulation_steps, resolve_degrees, resolve_strategy
+from torchtitan_lc.distributed.parallel_dims import Meshes, ParallelDims
+from torchtitan_lc.distributed.reduce import clip_gradients, max_over_ranks, sum_over_ranks
+from torchtitan_lc.distributed.setup import set_timeouts
+from torchtitan_lc.models.spec import Model, identity
+from torchtitan_lc.ops.loss import IGNORE_INDEX
+from torchtitan_lc.preflight import attention_shape, job_kernel, job_model
+from torchtitan_lc.tools.dtypes import torch_dtype
+from torchtitan_lc.tools.hardware import (
+    describe_device,
+    device_name,
+    peak_flops,
+    versions,
+)
+from torchtitan_lc.tools.logging import logger
+from torchtitan_lc.tools.profiling import StepDone, memory_snapshots, step_traces
+
+
+@dataclass
+class TrainState:
+    """Optimizer steps completed and tokens trained on, over the whole job."""
+
+    step: int = 0
+    n_tokens_seen: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.n_tokens_seen = int(state["step"]), int(state["n_tokens_seen"])
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step, before it is logged: tensors stay on the device, so that no step waits
+    for its numbers. loss_sum, n_labels: this rank's share. grad_norm: global, before clipping."""
+
+    loss_sum: Tensor
+    n_labels: Tensor
+    n_labels_global: Tensor
+    grad_norm: Tensor
+
+
+class Trainer:
+    """One rank of a training job, after its process group is up.
+
+    device: this rank's. The config has passed preflight; collective over all ranks.
+    """
+
+    def __init__(self, config: JobConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.dims = ParallelDims(*resolve_degrees(config, self.world_size))
+        self.meshes: Meshes = self.dims.build(device.type)
+        self.model_name = job_model(config)
+        args = self.model_name.args
+
+        # Rows: this data-parallel rank owns a fixed set of lanes of the global batch, micro-batch
+        # after micro-batch; every context-parallel rank of the group reads the same rows.
+        self.accumulation = accumulation_steps(config, self.dims.dp)
+        rows = config.training.local_batch_size * self.accumulation
+        first = self.dims.dp_rank(self.rank) * rows
+        self.lanes = list(range(first, first + rows))
+        self.rows_per_step = rows * self.dims.dp
+        tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
+        self.loader = build_loader(config.training, tokenizer, self.lanes, self.rows_per_step)
+
+        kernel = job_kernel(config, args, device.type)
+        self.strategy = make_strategy(
+            resolve_strategy(config),
+            kernel.kernel,
+            ranks=self.dims.cp,
+            rank=self.dims.cp_rank(self.rank),
+            group=self.meshes.cp_group if self.dims.cp > 1 else None,
+            heads_per_stage=config.attention.heads_per_stage,
+            tile_tokens=config.tiling.projection_tokens,
+        )
+        self.shape = attention_shape(config, args)
+        self.strategy.check(self.shape)
+
+        self.module = self._build_model()
+        self.model = cast(Model, self.module)
+        self.optimizer = build_optimizer(
+            self.module.named_parameters(), config.optimizer, device.type
+        )
+        self.lr_scheduler = build_lr_scheduler(
+            self.optimizer, config.lr_scheduler, config.training.steps
+        )
+        self.state = TrainState()
+        self.checkpointer = CheckpointManager(
+            config.checkpoint,
+            config.job.dump_folder,
+            model=self.module,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            train_state=self.state,
+            dataloader=self.loader,
+            model_identity=identity(self.model_name.spec, config.model.flavor, args),
+        )
+        self._log_start(kernel.kernel.name, kernel.reason)
+
+    def _build_model(self) -> nn.Module:
+        """Build on the meta device, spread, then materialise and fill only this rank's shards."""
+        config, spec = self.config, self.model_name.spec
+        with torch.device("meta"):
+            module = spec.build(self.model_name.args)
+        module.to(torch_dtype(config.training.dtype))
+        spec.parallelize(module, config, self.strategy, self.meshes)
+        module.to_empty(device=self.device)
+        with torch.no_grad():
+            cast(Model, module).init_weights(config.debug.seed)
+        return module.train()
+
+    # -- the loop
+
+    def train(self) -> None:
+        """Resume if there is something to resume, train to `training.steps`, save."""
+        config = self.config
+        self._save_config()
+        start = self.checkpointer.load()
+        steps = config.training.steps
+        if start >= steps:
+            logger.info(
+                f"Training is complete: step {start} of {steps} is done. "
+                "Set training.steps higher to continue."
+            )
+            return
+        logger.info(f"Training starts at step {start + 1} of {steps}")
+        self._freeze_garbage()
+        with self.metrics(start) as metrics, self._profilers() as profilers:
+            while self.state.step < steps:
+                self._collect_garbage()
+                result = self.train_step(metrics)
+                if metrics.should_log(self.state.step) or self.state.step == steps:
+                    self.log_step(metrics, result)
+                last = self.state.step == steps
+                self.checkpointer.save(self.state.step, last_step=last)
+                metrics.step_done(self.state.step)
+                for step_done in profilers:
+                    step_done()
+                if self.state.step == start + 1 and not last:
+                    self._shorten_timeouts()
+        self.checkpointer.wait()
+        logger.info(f"Training completed: {self.state.n_tokens_seen:,} tokens")
+
+    def train_step(self, metrics: MetricsProcessor) -> StepResult:
+        """One optimizer step over the global batch."""
+        batches = [self._next_batch(i, metrics) for i in range(self.accumulation)]
+        n_labels = torch.stack([(b["labels"] != IGNORE_INDEX).sum() for b in batches]).sum()
+        n_labels_global = sum_over_ranks(n_labels)
+        # A step without a single live label trains nothing: its sums are zero, not 0 / 0.
+        scale = n_labels_global.clamp(min=1)
+
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        while batches:
+            batch = batches.pop(0)
+            loss = self.model(batch["tokens"], batch["positions"], batch["labels"])
+            del batch
+            (loss / scale).backward()
+            loss_sum += loss.detach()
+
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        grad_norm = clip_gradients(parameters, self.config.training.max_norm)
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+        self.state.n_tokens_seen += self.rows_per_step * self.config.training.seq_len
+        return StepResult(loss_sum, n_labels, n_labels_global, grad_norm)
+
+    def _next_batch(self, index: int, metrics: MetricsProcessor) -> dict[str, Tensor]:
+        """This rank's part of the rows of micro-batch ``index``, on its device."""
+        began = time.perf_counter()
+        size = self.config.training.local_batch_size
+        rows = self.loader.next_batch(self.lanes[index * size : (index + 1) * size])
+        metrics.add(rows["labels"].numel(), time.perf_counter() - began)
+        shard = self.strategy.layout.shard(rows, self.dims.cp_rank(self.rank))
+        return {name: x.to(self.device, non_blocking=True) for name, x in shard.items()}
+
+    # -- saying what happens
+
+    def log_step(self, metrics: MetricsProcessor, result: StepResult) -> dict[str, float | None]:
+        """Reduce the step's numbers over all ranks and log them; returns what was logged."""
+        total = sum_over_ranks(result.loss_sum) / result.n_labels_global.clamp(min=1)
+        # The mean over a rank's own labels; a rank without live labels has none, and counts as 0.
+        worst = max_over_ranks(result.loss_sum / result.n_labels.clamp(min=1))
+        return metrics.log(
+            self.state.step,
+            loss=total.item(),
+            max_loss=worst.item(),
+            grad_norm=result.grad_norm.item(),
+            lr=self._last_lr(),
+            n_tokens_seen=self.state.n_tokens_seen,
+        )
+
+    def _last_lr(self) -> float:
+        """The rate of the step just done; the scheduler already stands at the next one."""
+        return float(self.lr_scheduler.lr_lambdas[0](self.state.step - 1)) * float(
+            self.lr_scheduler.base_lrs[0]
+        )
+
+    def metrics(self, start: int) -> MetricsProcessor:
+        args = self.model_name.args
+        # The embedding lookup multiplies nothing; a tied table is used as the output matrix, and counts.
+        table = 0 if getattr(args, "tie_embeddings", False) else args.vocab_size * args.dim
+        flops = flops_per_token(
+            self._n_params() - table,
+            args.n_layers,
+            args.n_heads,
+            args.head_dim,
+            self.config.training.seq_len,
+        )
+        return MetricsProcessor(
+            self.config.metrics,
+            self.config.job.dump_folder,
+            rank=self.rank,
+            device=self.device,
+            peak_flops=peak_flops(device_name(self.device.type)),
+            flops=flops,
+            non_dp_size=self.dims.cp,
+            total_steps=self.config.training.steps,
+            start_step=start,
+            config_to_show=dataclasses.asdict(self.config),
+        )
+
+    def _n_params(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    def _log_start(self, kernel: str, reason: str) -> None:
+        config, dims = self.config, self.dims
+        found = ", ".join(f"{name} {version}" for name, version in versions().items())
+        logger.info(f"{config.job.description}: {found}")
+        logger.info(
+            f"Mesh: dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x cp {dims.cp} = "
+            f"{self.world_size} ranks"
+        )
+        logger.info(
+            f"Model {config.model.name} {config.model.flavor}: {self._n_params():,} parameters, "
+            f"sharded over {dims.dp_shard * dims.cp} ranks"
+        )
+        logger.info(f"Attention: {self.strategy.describe(self.shape)}; kernel {kernel} ({reason})")
+        logger.info(
+            f"Step: {self.rows_per_step} rows of {config.training.seq_len:,} tokens, "
+            f"{self.accumulation} micro-batches of {config.training.local_batch_size} rows per rank"
+        )
+        logger.info(f"Device: {describe_device(self.device.type)}")
+
+    # -- housekeeping
+
+    def _save_config(self) -> None:
+        if self.rank == 0:
+            folder = Path(self.config.job.dump_folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(to_toml(self.config))
+
+    @contextlib.contextmanager
+    def _profilers(self) -> Iterator[list[StepDone]]:
+        where = (self.config.profiling, self.config.job.dump_folder, self.rank)
+        first, device = self.state.step + 1, self.device.type
+        with (
+            step_traces(*where, first, device) as traced,
+            memory_snapshots(*where, first, device) as snapped,
+        ):
+            yield [traced, snapped]
+
+    def _shorten_timeouts(self) -> None:
+        """After the first step, which compiles and opens connections, a rank that hangs is noticed
+        sooner."""
+        groups = [dist.group.WORLD, self.meshes.cp_group]
+        groups += [self.meshes.data.get_group("dp")]
+        names = self.meshes.fsdp.mesh_dim_names or ()
+        groups += [self.meshes.fsdp.get_group(name) for name in names]
+        set_timeouts([g for g in groups if g], self.config.comm.train_timeout_seconds)
+
+    def _freeze_garbage(self) -> None:
+        """Collect on all ranks at the same steps: a collection at a moment of its own stalls the
+        others at the next collective."""
+        gc.collect()
+        gc.disable()
+
+    def _collect_garbage(self) -> None:
+        if self.state.step % self.config.training.gc_freq == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Finish background work; also after a failure."""
+        self.checkpointer.close()
+        self.loader.close()
+        gc.enable()
