@@ -143,7 +143,7 @@ class SmallRun:
         state: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
             state[name] = _gathered(parameter)
-            for key, value in self.optimizer.state[parameter].items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 state[f"{name}/{key}"] = _gathered(value)
         before = torch.get_rng_state()
         state["next random number"] = torch.rand(1)

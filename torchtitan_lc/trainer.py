@@ -68,8 +68,8 @@ class StepResult:
     for its numbers. loss_sum, n_labels: this rank's share. grad_norm: global, before clipping."""
 
     loss_sum: Tensor
-    n_labels: Tensor
-    n_labels_global: Tensor
+    n_labels: int
+    n_labels_global: int
     grad_norm: Tensor
 
 
@@ -178,22 +178,25 @@ class Trainer:
     def train_step(self, metrics: MetricsProcessor) -> StepResult:
         """One optimizer step over the global batch."""
         batches = [self._next_batch(i, metrics) for i in range(self.accumulation)]
-        n_labels = torch.stack([(b["labels"] != IGNORE_INDEX).sum() for b in batches]).sum()
-        n_labels_global = sum_over_ranks(n_labels)
-        # A step without a single live label trains nothing: its sums are zero, not 0 / 0.
-        scale = n_labels_global.clamp(min=1)
+        n_labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
+        # Counted and summed on the host, so that no rank waits for its device here.
+        n_labels_global = int(sum_over_ranks(torch.tensor(n_labels)))
 
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         while batches:
-            batch = batches.pop(0)
+            batch = {k: x.to(self.device, non_blocking=True) for k, x in batches.pop(0).items()}
             loss = self.model(batch["tokens"], batch["positions"], batch["labels"])
             del batch
-            (loss / scale).backward()
+            (loss / max(n_labels_global, 1)).backward()
             loss_sum += loss.detach()
 
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         grad_norm = clip_gradients(parameters, self.config.training.max_norm)
-        self.optimizer.step()
+        if n_labels_global:
+            self.optimizer.step()
+        else:
+            # Weight decay and Adam's moments would move on a step that has trained nothing.
+            logger.warning(f"Step {self.state.step + 1} has no live label: weights are left alone")
         self.lr_scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
@@ -201,21 +204,20 @@ class Trainer:
         return StepResult(loss_sum, n_labels, n_labels_global, grad_norm)
 
     def _next_batch(self, index: int, metrics: MetricsProcessor) -> dict[str, Tensor]:
-        """This rank's part of the rows of micro-batch ``index``, on its device."""
+        """This rank's part of the rows of micro-batch ``index``, on the host."""
         began = time.perf_counter()
         size = self.config.training.local_batch_size
         rows = self.loader.next_batch(self.lanes[index * size : (index + 1) * size])
         metrics.add(rows["labels"].numel(), time.perf_counter() - began)
-        shard = self.strategy.layout.shard(rows, self.dims.cp_rank(self.rank))
-        return {name: x.to(self.device, non_blocking=True) for name, x in shard.items()}
+        return self.strategy.layout.shard(rows, self.dims.cp_rank(self.rank))
 
     # -- saying what happens
 
     def log_step(self, metrics: MetricsProcessor, result: StepResult) -> dict[str, float | None]:
         """Reduce the step's numbers over all ranks and log them; returns what was logged."""
-        total = sum_over_ranks(result.loss_sum) / result.n_labels_global.clamp(min=1)
+        total = sum_over_ranks(result.loss_sum) / max(result.n_labels_global, 1)
         # The mean over a rank's own labels; a rank without live labels has none, and counts as 0.
-        worst = max_over_ranks(result.loss_sum / result.n_labels.clamp(min=1))
+        worst = max_over_ranks(result.loss_sum / max(result.n_labels, 1))
         return metrics.log(
             self.state.step,
             loss=total.item(),
@@ -283,7 +285,7 @@ class Trainer:
         if self.rank == 0:
             folder = Path(self.config.job.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(to_toml(self.config))
+            (folder / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
 
     @contextlib.contextmanager
     def _profilers(self) -> Iterator[list[StepDone]]:

@@ -1,9 +1,10 @@
 """No key without an effect: each field of JobConfig is read somewhere, apart from its declaration,
 its checks and its printing.
 
-Found in the source by ast: `config.training.seq_len`, or `.seq_len` of a name that holds the section:
-`training_config`, a parameter annotated with its class, or a name assigned from one of these. A plain
-`config` may be any section, if only one has the field. `getattr(section, variable)` reads all.
+Found in the source by ast: `config.training.seq_len`, or `.seq_len` of a name that holds the
+section: `training_config`, a parameter annotated with its class, or a name assigned from one of
+these. A plain `config` may be any section, if only one has the field. `getattr(section, variable)`
+reads all.
 """
 
 import ast
@@ -95,8 +96,7 @@ def reads(tree: ast.AST) -> Iterator[tuple[str | None, str | None]]:
             yield last_name(node.value), node.attr
         elif isinstance(node, ast.Call) and last_name(node.func) == "getattr":
             owner, field = node.args[:2]
-            is_fixed = isinstance(field, ast.Constant)
-            yield last_name(owner), str(field.value) if is_fixed else None
+            yield last_name(owner), str(field.value) if isinstance(field, ast.Constant) else None
 
 
 def keys_read(sources: Iterable[str], config_class: type) -> set[Key]:

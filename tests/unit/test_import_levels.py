@@ -1,8 +1,9 @@
-"""Who may import whom, and that importing does nothing: read from the source, nothing is imported."""
+"""Who may import whom, and that importing does nothing. Read from the source, by ast."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,8 +106,8 @@ def level_faults(module: str, tree: ast.AST, known: set[str]) -> list[str]:
     return faults
 
 
-def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: not the bodies of functions, nor of __main__."""
+def run_at_import(node: ast.AST) -> Iterator[Any]:
+    """The nodes that run at import: not the bodies of functions, nor what is under __main__."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
         return
     yield node

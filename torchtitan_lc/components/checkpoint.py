@@ -290,11 +290,14 @@ class CheckpointManager:
         return state
 
     def _finished(self, step: int, began: float) -> None:
-        if self._rank != 0:
-            return
-        seconds = time.perf_counter() - began
-        logger.info(f"Saved checkpoint {self.folder / f'step-{step}'} in {seconds:.2f} s")
-        if removed := folders.purge(self.folder, self.config.keep_latest_k, step):
+        if self._rank == 0:
+            seconds = time.perf_counter() - began
+            logger.info(f"Saved checkpoint {self.folder / f'step-{step}'} in {seconds:.2f} s")
+        # All ranks wait here: a slow file system may take longer to delete terabytes than the time
+        # limit of the training step in which the others would wait for rank 0.
+        keep = self.config.keep_latest_k
+        removed = from_rank_zero(lambda: folders.purge(self.folder, keep, step), self._group)
+        if removed and self._rank == 0:
             logger.info(f"Removed old checkpoints: steps {', '.join(map(str, sorted(removed)))}")
 
     def _not_written(self, step: int, error: CheckpointException) -> BaseException:

@@ -17,9 +17,8 @@ context there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -56,23 +55,28 @@ class _State:
 _state: ContextVar[_State | None] = ContextVar("recompute_state", default=None)
 
 
-@contextmanager
-def _entered(state: _State) -> Iterator[None]:
-    token = _state.set(state)
-    try:
-        yield
-    finally:
-        _state.reset(token)
+class _Entered:
+    """Context manager that can be entered again: a graph kept with retain_graph recomputes twice."""
+
+    def __init__(self, state: _State) -> None:
+        self._new = state
+        self._tokens: list[Token[_State | None]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_state.set(self._new))
+
+    def __exit__(self, *exception: object) -> None:
+        _state.reset(self._tokens.pop())
 
 
-def recording(tape: Tape | None) -> object:
+def recording(tape: Tape | None) -> AbstractContextManager[None]:
     """Context of a checkpointed forward; with a tape, what it keeps goes there."""
-    return _entered(_State(tape, replay=False))
+    return _Entered(_State(tape, replay=False))
 
 
-def replaying(tape: Tape | None) -> object:
+def replaying(tape: Tape | None) -> AbstractContextManager[None]:
     """Context of the recomputation of the same block."""
-    return _entered(_State(tape, replay=True))
+    return _Entered(_State(tape, replay=True))
 
 
 def tape_to_record() -> Tape | None:

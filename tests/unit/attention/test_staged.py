@@ -1,0 +1,103 @@
+"""Stages of one rank: same numbers, one kernel call per head and direction, nothing full-size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import reference_step
+from tests.tiny import FLAVORS, masked_rows
+from torchtitan_lc.attention.kernels import CpuFlash
+from torchtitan_lc.attention.upipe import UPipe
+from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
+from torchtitan_lc.models.llama3 import Llama3Model
+
+
+class CountingKernel(CpuFlash):
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+        self.heads: list[int] = []
+
+    def forward(self, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        self.heads.append(q.shape[2])
+        return super().forward(q, *args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self.backwards += 1
+        return super().backward(*args, **kwargs)
+
+
+def _run(heads: int, mode: Mode) -> tuple[CountingKernel, float, dict[str, Tensor]]:
+    model = Llama3Model(FLAVORS["gqa"])
+    model.init_weights(seed=0)
+    kernel = CountingKernel()
+    execution = model.execution
+    execution.strategy = UPipe(
+        kernel, ranks=1, rank=0, group=None, heads_per_stage=heads, tile_tokens=13
+    )
+    execution.checkpoint = checkpoint_block(mode)
+    rows = masked_rows(2, 64)
+    loss = model(rows["tokens"], rows["positions"], rows["labels"])
+    n = (rows["labels"] != -100).sum()
+    (loss / n).backward()
+    return kernel, loss.item() / n.item(), {k: p.grad for k, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("mode", "per_layer"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_runs_the_attention_forward_once_and_full_twice(
+    mode: Mode, per_layer: int
+) -> None:
+    kernel, _, _ = _run(2, mode)
+    layers, stages = 2, 4
+    assert kernel.forwards == layers * stages * per_layer
+    assert kernel.backwards == layers * stages
+    assert set(kernel.heads) == {2}, "a stage works on heads_per_stage heads"
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_any_number_of_heads_per_stage_equals_the_reference(heads: int) -> None:
+    args = FLAVORS["gqa"]
+    model = Llama3Model(args)
+    model.init_weights(seed=0)
+    want_loss, want = reference_step(model, args, masked_rows(2, 64))
+    _, loss, grads = _run(heads, "selective")
+    assert abs(loss - want_loss) < 1e-6
+    for name, grad in want.items():
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_changes_no_bit(mode: Mode) -> None:
+    _, loss, grads = _run(2, "none")
+    _, loss_again, grads_again = _run(2, mode)
+    assert loss == loss_again
+    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
+
+
+def test_a_second_backward_through_selective_is_refused_not_wrong() -> None:
+    model = Llama3Model(FLAVORS["mha"])
+    model.init_weights(seed=0)
+    model.execution.checkpoint = checkpoint_block("selective")
+    rows = masked_rows(1, 64)
+    loss = model(rows["tokens"], rows["positions"], rows["labels"])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_other_modes_allow_a_second_backward(mode: Mode) -> None:
+    model = Llama3Model(FLAVORS["mha"])
+    model.init_weights(seed=0)
+    model.execution.checkpoint = checkpoint_block(mode)
+    rows = masked_rows(1, 64)
+    loss = model(rows["tokens"], rows["positions"], rows["labels"])
+    loss.backward(retain_graph=True)
+    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])

@@ -1,0 +1,85 @@
+"""Rotary embedding: Hugging Face's pairing and scaling, exact at any position."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from torchtitan_lc.ops.rope import Llama3Scaling, Rope
+
+
+def _llama3_by_the_paper(dim: int, theta: float, s: Llama3Scaling) -> list[float]:
+    """One frequency at a time, in plain Python."""
+    result = []
+    for i in range(0, dim, 2):
+        freq = theta ** (-i / dim)
+        wavelength = 2 * math.pi / freq
+        if wavelength < s.original_max_position_embeddings / s.high_freq_factor:
+            result.append(freq)
+        elif wavelength > s.original_max_position_embeddings / s.low_freq_factor:
+            result.append(freq / s.factor)
+        else:
+            ratio = s.original_max_position_embeddings / wavelength
+            smooth = (ratio - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            result.append((1 - smooth) * freq / s.factor + smooth * freq)
+    return result
+
+
+def test_llama3_scaling_is_that_of_the_published_config() -> None:
+    scaling = Llama3Scaling(factor=8.0)
+    got = Rope(128, 500_000.0, scaling).inv_freq()
+    want = torch.tensor(_llama3_by_the_paper(128, 500_000.0, scaling), dtype=torch.float64)
+    assert got.shape == (64,) and torch.allclose(got, want, rtol=1e-7, atol=0)
+    plain = Rope(128, 500_000.0).inv_freq()
+    assert got[0] == plain[0] == 1.0, "the high-frequency part is unchanged"
+    torch.testing.assert_close(got[-1], plain[-1] / 8)  # the lowest part is divided by the factor
+
+
+def test_dimension_i_is_paired_with_i_plus_half_as_in_hugging_face() -> None:
+    x = torch.zeros(1, 1, 1, 8)
+    x[..., 1] = 1.0
+    rotated = Rope(8, 10_000.0).apply(x, torch.tensor([[3]]))[0, 0, 0]
+    angle = 3 * 10_000.0 ** (-2 / 8)
+    want = torch.zeros(8)
+    want[1], want[5] = math.cos(angle), math.sin(angle)
+    torch.testing.assert_close(rotated, want)
+
+
+@pytest.mark.parametrize("position", [0, 63, 131_071, 10_000_019, 2**31 + 7])
+def test_angles_are_exact_at_any_position(position: int) -> None:
+    rope = Rope(64, 500_000.0)
+    ones = torch.cat((torch.ones(32), torch.zeros(32))).view(1, 1, 1, 64)
+    got = rope.apply(ones, torch.tensor([[position]]))[0, 0, 0]
+    for i in range(32):
+        # Python's fmod on exact products of integers and doubles: no fp32 anywhere.
+        angle = math.fmod(position * rope.inv_freq()[i].item(), 2 * math.pi)
+        assert abs(got[i].item() - math.cos(angle)) < 2e-6, (position, i)
+        assert abs(got[32 + i].item() - math.sin(angle)) < 2e-6, (position, i)
+
+
+def test_a_bf16_model_rotates_with_full_precision_angles() -> None:
+    rope = Rope(64, 500_000.0)
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 2, 64)
+    positions = torch.tensor([[131_068, 131_069, 131_070, 131_071]])
+    want = rope.apply(x.double(), positions)
+    got = rope.apply(x.bfloat16(), positions)
+    assert got.dtype == torch.bfloat16
+    # Rounding of input and output to bf16 only; bf16 angles would be off by up to 1.9 radians.
+    assert (got - want).abs().max() <= 2**-7 * x.abs().max()
+    assert rope.inv_freq().dtype == torch.float64
+
+
+def test_there_is_no_table_that_a_longer_row_could_outgrow() -> None:
+    rope = Rope(16, 10_000.0, Llama3Scaling(original_max_position_embeddings=32))
+    x = torch.randn(1, 64, 1, 16)
+    whole = rope.apply(x, torch.arange(64).view(1, -1))
+    second = rope.apply(x[:, 32:], torch.arange(32, 64).view(1, -1))
+    assert torch.equal(whole[:, 32:], second)
+
+
+def test_senseless_scaling_is_refused_with_its_numbers() -> None:
+    with pytest.raises(ValueError, match=r"low_freq_factor=4"):
+        Llama3Scaling(low_freq_factor=4.0, high_freq_factor=1.0)
