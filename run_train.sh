@@ -114,5 +114,10 @@ launch=(
     --rdzv_backend "${RDZV_BACKEND:-c10d}" --rdzv_endpoint "$endpoint" --rdzv_id "$rdzv_id"
 )
 if [[ -n "$node_rank" ]]; then launch+=(--node_rank "$node_rank"); fi
-if ! names_a_config "$@"; then set -- --config "$root/train_configs/debug.toml" "$@"; fi
+if ! names_a_config "$@"; then
+    debug_job=(--config "$root/train_configs/debug.toml")
+    # The debug job is laid out for two ranks or more; a lone GPU runs it too. Later flags win.
+    if ((ngpu * nnodes == 1)); then debug_job+=(--parallelism.context_parallel_degree 1); fi
+    set -- "${debug_job[@]}" "$@"
+fi
 exec "${launch[@]}" -- "$@"

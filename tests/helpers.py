@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -41,7 +42,8 @@ def _worker(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
         value = fn(rank, world_size, *args)
-        results.put((rank, True, value))
+        # Pickled here: a queue would hand tensors over as memory shared with a process that ends.
+        results.put((rank, True, pickle.dumps(value)))
         dist.barrier()  # nobody tears the store down while a peer still talks
         dist.destroy_process_group()
     except BaseException:
@@ -98,5 +100,5 @@ def _collect(workers: list[Any], results: Any, world_size: int, timeout: float) 
             continue
         if not ok:
             raise AssertionError(f"rank {rank} failed:\n{value}")
-        values[rank] = value
+        values[rank] = pickle.loads(value)
     return [values[r] for r in range(world_size)]

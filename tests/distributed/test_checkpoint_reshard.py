@@ -1,8 +1,6 @@
 """Checkpoints across world sizes: what 2 processes save, 1, 2 and 4 processes load, bit for bit."""
 
 import itertools
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,6 @@ from torchtitan_lc.tools.errors import UserError
 
 # Drawn per rank, so not the same at another world size.
 PER_RANK = ("next random number", "lanes")
-
-
-def pickled(rank: int, world_size: int, fn: Callable[..., Any], *args: Any) -> bytes:
-    return pickle.dumps(fn(rank, world_size, *args))
-
-
-def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """run_distributed for results with tensors: as bytes they do not die with their process."""
-    return [pickle.loads(data) for data in run_distributed(pickled, world_size, fn, *args)]
 
 
 def config(**changes: Any) -> Checkpoint:
@@ -48,8 +37,8 @@ def load(rank: int, world_size: int, folder: str, dp_size: int | None) -> dict[s
 def saved_and_loaded(
     tmp_path: Path, save_at: int, load_at: int, dp_save: int | None = None, dp: int | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    saved = run(save_at_step_3, save_at, str(tmp_path), dp_save)
-    return saved, run(load, load_at, str(tmp_path), dp)
+    saved = run_distributed(save_at_step_3, save_at, str(tmp_path), dp_save)
+    return saved, run_distributed(load, load_at, str(tmp_path), dp)
 
 
 def lanes_of(wholes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def test_weights_moments_rate_and_lanes_are_bit_equal_at_another_world_size(
 
 
 def test_one_process_without_a_group_loads_what_two_saved(tmp_path: Path) -> None:
-    saved = run(save_at_step_3, 2, str(tmp_path), None)
+    saved = run_distributed(save_at_step_3, 2, str(tmp_path), None)
     assert not dist.is_initialized()
     loaded = load(0, 1, str(tmp_path), None)
     assert differing(saved[0], loaded, without=(*PER_RANK, "fresh random number")) == []
@@ -106,8 +95,8 @@ def train_six(rank: int, world_size: int, folder: str, halves: bool) -> dict[str
 
 
 def test_three_steps_and_a_resume_equal_six_steps_on_two_ranks(tmp_path: Path) -> None:
-    unbroken = run(train_six, 2, str(tmp_path / "a"), False)
-    resumed = run(train_six, 2, str(tmp_path / "b"), True)
+    unbroken = run_distributed(train_six, 2, str(tmp_path / "a"), False)
+    resumed = run_distributed(train_six, 2, str(tmp_path / "b"), True)
     for a, b in zip(unbroken, resumed, strict=True):
         assert differing(a, b) == []
 
@@ -124,7 +113,7 @@ def error_of_load(rank: int, world_size: int, folder: str, changes: dict[str, An
 
 
 def error_on_all(tmp_path: Path, **changes: Any) -> str:
-    first, second = run(error_of_load, 2, str(tmp_path), changes)
+    first, second = run_distributed(error_of_load, 2, str(tmp_path), changes)
     assert first == second
     return first
 
@@ -132,14 +121,14 @@ def error_on_all(tmp_path: Path, **changes: Any) -> str:
 def test_another_models_checkpoint_is_the_same_error_on_every_rank_and_writes_nothing(
     tmp_path: Path,
 ) -> None:
-    run(save_at_step_3, 2, str(tmp_path), None)
+    run_distributed(save_at_step_3, 2, str(tmp_path), None)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     assert "model.head.weight: shape [5, 6] in" in error_on_all(tmp_path, width=10)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
 def test_lanes_that_a_loader_refuses_are_the_same_error_on_every_rank(tmp_path: Path) -> None:
-    run(save_at_step_3, 2, str(tmp_path), None)
+    run_distributed(save_at_step_3, 2, str(tmp_path), None)
     assert "4 lanes were saved, not 8" in error_on_all(tmp_path, num_lanes=8)
 
 
@@ -147,7 +136,7 @@ def test_lanes_that_a_loader_refuses_are_the_same_error_on_every_rank(tmp_path: 
 def test_damaged_bytes_of_either_rank_are_the_same_error_on_every_rank(
     tmp_path: Path, shard: str
 ) -> None:
-    run(save_at_step_3, 2, str(tmp_path), None)
+    run_distributed(save_at_step_3, 2, str(tmp_path), None)
     damaged = tmp_path / "checkpoint" / "step-3" / shard
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
     assert "step-3 cannot be read" in error_on_all(tmp_path)
@@ -160,17 +149,17 @@ def load_with_another_view(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_rank_zero_decides_which_step_is_loaded(tmp_path: Path) -> None:
-    run(train_six, 2, str(tmp_path), False)
-    assert run(load_with_another_view, 2, str(tmp_path)) == [6, 6]
+    run_distributed(train_six, 2, str(tmp_path), False)
+    assert run_distributed(load_with_another_view, 2, str(tmp_path)) == [6, 6]
 
 
 @pytest.mark.parametrize("missing", [".metadata", "__1_0.distcp"])
 def test_an_incomplete_newest_step_sends_all_ranks_to_the_older_one(
     tmp_path: Path, missing: str
 ) -> None:
-    run(train_six, 2, str(tmp_path), False)
+    run_distributed(train_six, 2, str(tmp_path), False)
     (tmp_path / "checkpoint" / "step-6" / missing).unlink()
-    loaded = run(load, 2, str(tmp_path), None)
+    loaded = run_distributed(load, 2, str(tmp_path), None)
     assert [whole["train_state"]["step"] for whole in loaded] == [3, 3]
 
 
@@ -194,7 +183,7 @@ def agree(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_rank_zero_finds_and_what_one_rank_refuses_reaches_all() -> None:
-    zero, one = run(agree, 2)
+    zero, one = run_distributed(agree, 2)
     assert zero == ["UserError: yours", "OSError: ours", "rank 1's", "rank 0 looked"]
     assert one[1] == "RuntimeError: rank 0 failed: OSError('ours')"
     assert one[::2] == zero[::2] and one[3] == zero[3]
@@ -218,10 +207,10 @@ def load_step(rank: int, world_size: int, folder: str, step: int) -> dict[str, A
 
 
 def test_async_saves_beside_training_hold_their_own_step_and_old_ones_go(tmp_path: Path) -> None:
-    wholes = run(train_async, 2, str(tmp_path))
+    wholes = run_distributed(train_async, 2, str(tmp_path))
     assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-4"]
     for step in (3, 4):
-        loaded = run(load_step, 2, str(tmp_path), step)
+        loaded = run_distributed(load_step, 2, str(tmp_path), step)
         for rank in (0, 1):
             assert differing(wholes[rank][step - 1], loaded[rank]) == []
 
@@ -247,10 +236,10 @@ def train_until_the_disk_is_full(rank: int, world_size: int, folder: str, mode: 
 def test_a_disk_full_on_one_rank_stops_all_and_leaves_the_older_checkpoints(
     tmp_path: Path, mode: str
 ) -> None:
-    texts = run(train_until_the_disk_is_full, 2, str(tmp_path), mode)
+    texts = run_distributed(train_until_the_disk_is_full, 2, str(tmp_path), mode)
     assert all("step-3 could not be written" in text for text in texts)
     assert all("No space left" in text for text in texts)
-    loaded = run(load_newest, 2, str(tmp_path))
+    loaded = run_distributed(load_newest, 2, str(tmp_path))
     assert loaded == [2, 2]
     assert (tmp_path / "checkpoint" / "step-1" / ".metadata").exists()
 
@@ -260,6 +249,6 @@ def load_newest(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_lane_speeds_differ_so_that_a_mixed_up_lane_would_show(tmp_path: Path) -> None:
-    saved = run(save_at_step_3, 2, str(tmp_path), None)
+    saved = run_distributed(save_at_step_3, 2, str(tmp_path), None)
     positions = [lane["document"] for lane in lanes_of(saved).values()]
     assert all(a != b for a, b in itertools.combinations(positions, 2))

@@ -53,6 +53,16 @@ def test_without_gpu_and_arguments_two_processes_run_the_debug_config(checkout: 
     assert options["PYTHONPATH"] == str(checkout)
 
 
+def test_the_debug_config_runs_on_a_lone_gpu_too_unless_the_user_says_otherwise(
+    checkout: Path,
+) -> None:
+    lone = ["--parallelism.context_parallel_degree", "1"]
+    assert _job(_run(checkout, "--training.steps=3", NGPU="1"))[2:] == [*lone, "--training.steps=3"]
+    assert _job(_run(checkout, "--config", "mine", NGPU="1")) == ["--config", "mine"]
+    two_nodes = _run(checkout, NGPU="1", NNODES="2", RDZV_ENDPOINT="h:1")
+    assert len(_job(two_nodes)) == 2
+
+
 @pytest.mark.parametrize(
     "visible, processes",
     [(None, "4"), ("1,3", "2"), ("GPU-a", "1"), ("0,-1,2", "1"), ("0,1,2,3,4,5", "4"), ("", "2")],

@@ -226,8 +226,8 @@ class CheckpointManager:
         state = self._model_only() if last_step and config.last_save_model_only else self._full()
         path = from_rank_zero(lambda: folders.make_empty(self.folder / f"step-{step}"), self._group)
         arguments: dict[str, Any] = {
-            # Not a FileSystemWriter: async_save would take it for the stager, and that one does not
-            # copy CPU tensors, so the next step would be written into this checkpoint.
+            # Not a FileSystemWriter: async_save would also stage with it, and older torch then
+            # copies no CPU tensors, so that the next step lands in this file (pytorch#144657).
             "checkpoint_id": path,
             "planner": DefaultSavePlanner(flatten_state_dict=False),
             "process_group": self._group,
@@ -261,6 +261,7 @@ class CheckpointManager:
         self.wait()
 
     def _full(self) -> dict[str, Any]:
+        # Copies of plain values: whether async staging makes its own is torch's to change.
         loader = copy.deepcopy(self.dataloader.state_dict())
         lanes = loader.pop("lanes")
         return {

@@ -33,10 +33,6 @@ from torchtitan_lc.components.tokenizer import Tokenizer
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
 
-# The label that a loss leaves out (torch's own default). The loader never sets it; whoever masks
-# or pads a row does.
-IGNORE_INDEX = -100
-
 
 class DataConfig(Protocol):
     """The part of the section [training] that is read here."""

@@ -61,7 +61,8 @@ class HFDocuments:
                 skip = 0
 
     def _read(self, skip: int) -> Iterator[str]:
-        # A copy: the iterators of one IterableDataset share the place where they are.
+        # A copy per reader: all iterators of one IterableDataset write their place into one shared
+        # state, from which a kind of data set may take it again at its next shard.
         dataset = copy.deepcopy(self._dataset)
         for example in dataset.skip(skip) if skip else dataset:
             text = example.get("text", 0)

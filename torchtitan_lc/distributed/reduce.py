@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -29,32 +29,38 @@ def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     return value
 
 
-def global_grad_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
+def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Euclidean norm (a plain scalar, the same on all ranks) of the whole, unsharded gradient.
 
     Parameters may live on different meshes, or be plain tensors that every rank holds whole: norms
     are taken mesh by mesh and then combined, so that no replica counts twice.
     """
-    by_mesh: dict[object, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            grad = parameter.grad
-            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(grad)
     norms = []
-    for grads in by_mesh.values():
-        norm = get_total_norm(grads)
+    for group in _by_mesh(parameters):
+        norm = get_total_norm([p.grad for p in group if p.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients so that their global norm is at most ``max_norm`` (0: measure only); returns
     the norm before clipping."""
     parameters = list(parameters)
     norm = global_grad_norm(parameters)
     if max_norm > 0:
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        for group in _by_mesh(parameters):
+            clip_grads_with_norm_(group, max_norm, norm)
     return norm
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that have a gradient, by the mesh that it lies on; torch's functions take no mixture."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = parameter.grad
+            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())

@@ -95,7 +95,8 @@ def get_args(spec: ModelSpec, config: JobConfig) -> Any:
     """The args of the config's flavor with the config's model settings applied."""
     flavor = config.model.flavor
     if flavor not in spec.flavors:
-        near = difflib.get_close_matches(flavor, spec.flavors, n=1)
+        lower = {name.lower(): name for name in spec.flavors}
+        near = [lower[n] for n in difflib.get_close_matches(flavor.lower(), lower, n=1)]
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(
             f"model.flavor = {flavor!r} is not a flavor of {spec.name!r}{hint}; "

@@ -25,9 +25,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
 
-# The agent's own lines about what `_report` says in one.
-_AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-_SAID_IN_ONE_LINE = ("failed (exitcode", "Sending process")
+# The agent's own lines about what is said here in one, by the start of their text.
+_SAID_IN_ONE_LINE = {
+    "torch.distributed.elastic.multiprocessing.api": ("failed (exitcode", "Sending process"),
+    "torch.distributed.elastic.agent.server.api": ("Received",),
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class RankLogs(LogsSpecs):
 
 class _KeepQuiet(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(_SAID_IN_ONE_LINE)
+        return not str(record.msg).startswith(_SAID_IN_ONE_LINE[record.name])
 
 
 def run_workers(workers: Workers, command: Sequence[str]) -> int:
@@ -99,7 +101,8 @@ def run_workers(workers: Workers, command: Sequence[str]) -> int:
     it or this process. Raises UserError when the nodes can't find each other.
     """
     logs = RankLogs(workers.log_folder, workers.shown_ranks)
-    logging.getLogger(_AGENT_LOGGER).addFilter(_KeepQuiet())
+    for name in _SAID_IN_ONE_LINE:
+        logging.getLogger(name).addFilter(_KeepQuiet())
     config = LaunchConfig(
         min_nodes=workers.nnodes,
         max_nodes=workers.nnodes,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from torchtitan_lc.components import data as module
 from torchtitan_lc.components.data import (
-    IGNORE_INDEX,
     Lane,
     Position,
     RowLoader,
@@ -25,6 +24,7 @@ from torchtitan_lc.components.data import (
 )
 from torchtitan_lc.components.documents import DocumentSource, IndexedDocuments
 from torchtitan_lc.components.tokenizer import ByteTokenizer, Tokenizer
+from torchtitan_lc.ops.loss import IGNORE_INDEX
 from torchtitan_lc.tools.errors import UserError
 
 BYTES = ByteTokenizer()

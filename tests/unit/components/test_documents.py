@@ -168,7 +168,7 @@ def test_a_dataset_that_is_there_passes_the_check(tmp_path):
 
 
 class FakeStream:
-    """As datasets.IterableDataset: iterators of one object disturb one another."""
+    """The worst that datasets.IterableDataset might do: its iterators share one place."""
 
     def __init__(self, texts: list, skipped: int = 0) -> None:
         self.texts = texts

@@ -10,6 +10,7 @@ from torchtitan_lc.models.llama3.model import Llama3Model
 from torchtitan_lc.models.llama3.parallelize import parallelize
 from torchtitan_lc.models.spec import ModelSpec, register_model
 from torchtitan_lc.ops.rope import Llama3Scaling
+from torchtitan_lc.tools.errors import UserError
 
 # Shapes and rope settings as in the config.json that each checkpoint is published with:
 # Llama 3.1 (8B, 70B, 405B) and Llama 3.2 (1B, 3B).
@@ -81,7 +82,7 @@ def adjust(args: Llama3Args, config: JobConfig) -> Llama3Args:
         if getattr(rope, f.name) is not None
     }
     if changes and scaling is None:
-        raise ValueError(
+        raise UserError(
             f"model.rope.{', model.rope.'.join(changes)} set, but this model's rope has no scaling: "
             "set model.rope.type = 'llama3' too"
         )

@@ -153,12 +153,15 @@ class Llama3Model(nn.Module):
     """tokens, positions, labels [B, T] int64 of this rank -> summed loss over its live labels.
 
     positions count from the start of the whole row, whichever part of it this rank holds.
+    functions_class: the arithmetic of its layers; a variant of the model may bring another.
     """
+
+    functions_class = Functions
 
     def __init__(self, args: Llama3Args) -> None:
         super().__init__()
         self.args = args
-        self.functions = Functions(args)
+        self.functions = self.functions_class(args)
         self.execution = Execution()
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(

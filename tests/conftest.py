@@ -1,0 +1,11 @@
+"""One thread per process: the machines that run these tests have few cores and many ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

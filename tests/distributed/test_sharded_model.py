@@ -1,0 +1,303 @@
+"""FSDP2, meshes and reductions around the model: what is counted, summed and sharded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import run_distributed
+from tests.reference import reference_step
+from tests.tiny import FLAVORS, FixedRows, masked_rows, register_tiny, tiny_config
+from torchtitan_lc.distributed.fsdp import sum_gradients
+from torchtitan_lc.distributed.parallel_dims import ParallelDims
+from torchtitan_lc.distributed.reduce import clip_gradients, global_grad_norm, sum_over_ranks
+from torchtitan_lc.models.llama3 import Llama3Model
+from torchtitan_lc.ops.loss import IGNORE_INDEX
+from torchtitan_lc.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def _trainer(settings: dict[str, Any], rows: dict[str, torch.Tensor]) -> Trainer:
+    trainer = Trainer(tiny_config(settings), CPU)
+    trainer.loader.close()
+    trainer.loader = FixedRows(rows)  # type: ignore[assignment]
+    return trainer
+
+
+def _grads(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Gradients of one step, whole; weights stay as they are."""
+    grads: dict[str, torch.Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        for name, parameter in trainer.module.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            grads[name] = parameter.grad.full_tensor().clone()
+
+    handle = trainer.optimizer.register_step_pre_hook(keep)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    with trainer.metrics(start=0) as metrics:
+        trainer.train_step(metrics)
+    handle.remove()
+    return grads
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# -- one gather and one reduction per unit, however many tiles
+
+
+def _count(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    rows = masked_rows(1, 64)
+    counts = {}
+    for mode in ("none", "full", "selective"):
+        for tile in (0, 7):
+            settings = {
+                "job.dump_folder": tmp,
+                "parallelism.context_parallel_degree": 2,
+                "activation_checkpoint.mode": mode,
+                "tiling.projection_tokens": tile,
+                "tiling.mlp_tokens": tile,
+                "tiling.loss_tokens": tile,
+            }
+            trainer = _trainer(settings, rows)
+            with trainer.metrics(start=0) as metrics:
+                trainer.train_step(metrics)  # the first step builds FSDP's lazy state
+                with CountCollectives() as counted:
+                    trainer.train_step(metrics)
+            counts[mode, tile] = dict(counted.counts)
+            units = 2 + FLAVORS["gqa"].n_layers
+            assert counted.counts["_reduce_scatter_base_"] == units, counted.counts
+            # Gathered for forward; blocks but the last again for backward, head and last block stay.
+            assert counted.counts["_allgather_base_"] == units + units - 2, counted.counts
+    # 4 stages of one head per rank, each KV head (4, 2 per rank) exchanged once.
+    layers, stages, arrivals = FLAVORS["gqa"].n_layers, 4, 2
+    forward = layers * (2 * stages + 2 * arrivals)
+    backward = layers * (stages * (1 + 1 + 1 + 1) + 2 * arrivals + 2 * arrivals)
+    for (mode, tile), counted in counts.items():
+        again = forward if mode == "full" else 0
+        assert counted["alltoall_base_"] == forward + again + backward, (mode, tile, counted)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, counts)
+    assert all(other == counts for other in everyone)
+
+
+def test_collectives_per_step_are_the_same_on_all_ranks_and_do_not_grow_with_tiles(
+    tmp_path: Any,
+) -> None:
+    run_distributed(_count, 2, str(tmp_path), timeout=120)
+
+
+# -- gradients are summed, not averaged
+
+
+def _constant_gradients(rank: int, world_size: int) -> None:
+    layer = nn.Linear(1, 4, bias=False)
+    mesh = ParallelDims(1, world_size, 1).build("cpu").fsdp
+    fully_shard(layer, mesh=mesh)
+    sum_gradients([layer])
+    layer(torch.tensor([[float(rank + 1)]])).sum().backward()
+    assert isinstance(layer.weight.grad, DTensor)
+    total = world_size * (world_size + 1) / 2
+    assert torch.equal(layer.weight.grad.full_tensor(), torch.full((4, 1), total))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_constant_gradients_of_the_ranks_add_up(world_size: int) -> None:
+    run_distributed(_constant_gradients, world_size)
+
+
+# -- masks
+
+
+def _masked(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    settings = {
+        "job.dump_folder": tmp,
+        "parallelism.context_parallel_degree": 2,
+        "training.global_batch_size": 2,
+        "optimizer.name": "AdamW",
+        "optimizer.weight_decay": 0.5,
+    }
+    rows = masked_rows(2, 64)
+    rows["labels"][:, :32] = IGNORE_INDEX  # rank 0 has no live label in any row
+    rows["labels"][0] = IGNORE_INDEX  # and the first micro-batch has none at all
+    grads = _grads(_trainer(settings, rows))
+    model = Llama3Model(FLAVORS["gqa"])
+    model.init_weights(seed=0)
+    _, want = reference_step(model, FLAVORS["gqa"], rows)
+    for name, grad in want.items():
+        assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+    rows["labels"][:] = IGNORE_INDEX
+    trainer = _trainer(settings, rows)
+    before = {n: p.full_tensor().clone() for n, p in trainer.module.named_parameters()}
+    with trainer.metrics(start=0) as metrics:
+        result = trainer.train_step(metrics)
+        logged = trainer.log_step(metrics, result)
+    assert logged["loss"] == 0 and logged["grad_norm"] == 0
+    assert not trainer.optimizer.state, "moments must not move on a step without labels"
+    for name, parameter in trainer.module.named_parameters():
+        assert torch.equal(parameter.full_tensor(), before[name]), name
+
+
+def test_empty_shards_and_empty_steps_are_finite_and_train_nothing(tmp_path: Any) -> None:
+    run_distributed(_masked, 2, str(tmp_path))
+
+
+# -- initial weights
+
+
+def _same_start(rank: int, world_size: int, replicas: int, tmp: str) -> None:
+    register_tiny()
+    settings = {
+        "job.dump_folder": tmp,
+        "model.flavor": "six",  # row counts that do not divide
+        "parallelism.data_parallel_replicate_degree": replicas,
+    }
+    torch.manual_seed(rank)  # a rank's own generator must not matter
+    trainer = _trainer(settings, masked_rows(world_size, 64))
+    direct = Llama3Model(FLAVORS["six"])
+    direct.init_weights(seed=0)
+    for name, want in direct.named_parameters():
+        got = dict(trainer.module.named_parameters())[name]
+        assert isinstance(got, DTensor)
+        assert torch.equal(got.full_tensor(), want), name
+        locals_: list[Any] = [None] * world_size
+        dist.all_gather_object(locals_, got.to_local().detach().clone())
+        shards = world_size // replicas
+        for r in range(world_size):
+            assert torch.equal(locals_[r], locals_[r % shards]), "replicas differ"
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
+def test_initial_weights_are_the_same_on_any_number_of_ranks(
+    world_size: int, replicas: int, tmp_path: Any
+) -> None:
+    run_distributed(_same_start, world_size, replicas, str(tmp_path))
+
+
+# -- norms
+
+
+def _norms(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
+    x = torch.randn(4, 5)
+    plain(x).square().sum().backward()
+    want = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters()]))
+    for replicate, shard in [(1, world_size), (2, world_size // 2), (world_size, 1)]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
+        mesh = ParallelDims(replicate, shard, 1).build("cpu").fsdp
+        for unit in model[:2]:
+            fully_shard(unit, mesh=mesh)  # the norm stays whole on every rank
+        sum_gradients(model)
+        (model(x).square().sum() / world_size).backward()
+        for parameter in model[2].parameters():
+            dist.all_reduce(parameter.grad)
+        norm = global_grad_norm(model.parameters())
+        assert abs(norm - want) <= 1e-5 * want, (replicate, shard, norm, want)
+        assert clip_gradients(model.parameters(), 1e9) == norm
+        reported = clip_gradients(model.parameters(), 0.5)
+        assert reported == norm, "the norm before clipping is reported"
+        clipped = global_grad_norm(model.parameters())
+        assert abs(clipped - 0.5) <= 1e-5
+
+
+def test_the_gradient_norm_is_that_of_the_unsharded_gradient_on_any_mesh() -> None:
+    run_distributed(_norms, 4)
+
+
+def _scalars(rank: int, world_size: int) -> None:
+    mesh = ParallelDims(1, world_size, 1).build("cpu").fsdp
+    value = torch.tensor(float(rank + 1))
+    total = world_size * (world_size + 1) / 2
+    assert sum_over_ranks(value) == total
+    assert sum_over_ranks(DTensor.from_local(value, mesh, [Partial()])) == total
+    same = torch.tensor(3.0)
+    assert sum_over_ranks(DTensor.from_local(same, mesh, [Replicate()])) == sum_over_ranks(same)
+
+
+def test_a_scalar_is_reduced_alike_whatever_kind_of_tensor_it_is() -> None:
+    run_distributed(_scalars, 2)
+
+
+# -- after a failure
+
+
+def _raise_in_a_tile(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    rows = masked_rows(1, 64)
+    settings = {"job.dump_folder": tmp, "parallelism.context_parallel_degree": 2}
+    want = _grads(_trainer(settings, rows))
+    trainer = _trainer(settings, rows)
+    functions: Any = trainer.module.functions
+    loss, calls = functions.loss, 0
+
+    def fails_once(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("the third tile")
+        return loss(*args)
+
+    functions.loss = fails_once
+    with pytest.raises(RuntimeError, match="the third tile"), trainer.metrics(start=0) as metrics:
+        trainer.train_step(metrics)
+    got = _grads(trainer)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_step_after_an_exception_inside_the_loss_is_right(tmp_path: Any) -> None:
+    run_distributed(_raise_in_a_tile, 2, str(tmp_path))
+
+
+# -- counters
+
+
+def _counters(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    expected = {1: 1, 2: 2, 4: 4}
+    for cp, accumulation in expected.items():
+        settings = {
+            "job.dump_folder": tmp,
+            "parallelism.context_parallel_degree": cp,
+            "training.global_batch_size": 4,
+        }
+        trainer = _trainer(settings, masked_rows(4, 64))
+        assert trainer.accumulation == accumulation
+        with trainer.metrics(start=0) as metrics:
+            result = trainer.train_step(metrics)
+        assert trainer.state.n_tokens_seen == 4 * 64
+        assert result.n_labels_global == int((masked_rows(4, 64)["labels"] != IGNORE_INDEX).sum())
+        lanes: list[Any] = [None] * world_size
+        dist.all_gather_object(lanes, trainer.lanes)
+        groups = [lanes[r] for r in range(0, world_size, cp)]
+        assert all(lanes[r] == groups[r // cp] for r in range(world_size)), "CP peers share rows"
+        assert sorted(lane for group in groups for lane in group) == [0, 1, 2, 3]
+
+
+def test_the_global_batch_and_its_tokens_do_not_depend_on_context_parallelism(
+    tmp_path: Any,
+) -> None:
+    run_distributed(_counters, 4, str(tmp_path))
