@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train: on this machine, on several nodes, or as a Slurm step; without editing this file.
 #
-#   ./run_train.sh                                    the embedded debug job
-#   NGPU=4 ./run_train.sh --config llama3_8b_1m.toml --training.steps 100
-#   LOG_RANK=0,1 ./run_train.sh --help                every key of the configuration
+#   ./run_train.sh                                             the embedded debug job
+#   NGPU=4 ./run_train.sh --config NAME --training.steps 100   another job, with a changed key
+#   ./run_train.sh --help                                      every key of the configuration
 #
 # NGPU           processes on this node: default the visible GPUs, else 2 CPU processes
 # LOG_RANK       ranks whose output is shown here (default 0); the others' goes to dump_folder/logs
