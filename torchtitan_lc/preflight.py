@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ import torch
 from torchtitan_lc.attention.base import AttentionShape
 from torchtitan_lc.attention.kernels import KernelChoice, choose_kernel
 from torchtitan_lc.attention.strategies import make_strategy
-from torchtitan_lc.components.checkpoint_folders import checkpoint_problems
+from torchtitan_lc.components.checkpoint_folders import choose_start
+from torchtitan_lc.components.checkpoint_reading import misfit
 from torchtitan_lc.components.data import check_dataset
 from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.no_effect import warn
 from torchtitan_lc.config.resolve import resolve_strategy
 from torchtitan_lc.config.validate import check
-from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, import_custom
+from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, identity, import_custom
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
@@ -99,8 +101,23 @@ def _checkable(config: JobConfig, device_type: str) -> list[str]:
             problems += _vocabulary(tokenizer, model)
     collect(lambda: check_dataset(config.training))
     if config.checkpoint.enable:
-        problems += checkpoint_problems(config.checkpoint, config.job.dump_folder)
+        start = collect(lambda: choose_start(config.checkpoint, config.job.dump_folder))
+        if start is not None and start.path is not None and model is not None:
+            problems += _fit(config, model, start.path)
     return problems
+
+
+def _fit(config: JobConfig, model: JobModel, path: Path) -> Iterator[str]:
+    """Whether the checkpoint that would be loaded is one of this model."""
+    if "model" in config.checkpoint.exclude_from_loading:
+        return
+    with torch.device("meta"):
+        module = model.spec.build(model.args)
+    shapes = {f"model.{name}": tuple(p.shape) for name, p in module.named_parameters()}
+    name = identity(model.spec, config.model.flavor, model.args)
+    problem = misfit(path, shapes, name)
+    if problem:
+        yield problem
 
 
 def _check_strategy(config: JobConfig, args: Any, kernel: KernelChoice) -> None:

@@ -11,8 +11,8 @@ import sys
 
 import torch.distributed as dist
 
-from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.distributed.setup import init_distributed, seed_everything
 from torchtitan_lc.preflight import check_job
 from torchtitan_lc.tools.errors import UserError

@@ -148,7 +148,6 @@ class Trainer:
     def train(self) -> None:
         """Resume if there is something to resume, train to `training.steps`, save."""
         config = self.config
-        self._save_config()
         start = self.checkpointer.load()
         steps = config.training.steps
         if start >= steps:
@@ -157,6 +156,7 @@ class Trainer:
                 "Set training.steps higher to continue."
             )
             return
+        self._save_config()
         logger.info(f"Training starts at step {start + 1} of {steps}")
         self._freeze_garbage()
         with self.metrics(start) as metrics, self._profilers() as profilers:

@@ -115,7 +115,9 @@ def plan_heads(
     owned = owned_heads(n_heads, ranks)
     width = min(heads_per_stage or len(owned[0]), len(owned[0]))
     n_stages = -(-len(owned[0]) // width)
-    q_heads = [tuple(heads[s * width : (s + 1) * width] for heads in owned) for s in range(n_stages)]
+    q_heads = [
+        tuple(heads[s * width : (s + 1) * width] for heads in owned) for s in range(n_stages)
+    ]
     group = n_heads // n_kv_heads
 
     # kv_heads[s][r]: KV heads that rank r needs at stage s and has not met before. Its query heads

@@ -227,9 +227,7 @@ class FlashAttention4:
     ) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        out, lse, *_ = _flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True
-        )
+        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
 
     def backward(
@@ -246,9 +244,7 @@ class FlashAttention4:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        dq, dk, dv = _flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, causal=causal
-        )
+        dq, dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)
         return dq, dk, dv
 
 

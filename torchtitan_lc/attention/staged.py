@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lc.attention.base import AttentionShape, Projection, Projections, Weight
+from torchtitan_lc.attention.base import AttentionShape, Projection, Projections
 from torchtitan_lc.attention.comm import HeadExchange
 from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage, plan_heads, runs
 from torchtitan_lc.attention.kernels import Kernel

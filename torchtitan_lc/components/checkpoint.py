@@ -129,7 +129,7 @@ class CheckpointManager:
         parts: list[str] = ["model"] if start.model_only else list(folders.PARTS)
         parts = [part for part in parts if part not in self.config.exclude_from_loading]
         tensors = self._tensors(parts)
-        from_rank_zero(lambda: self._check_fits(path, parts, tensors), self._group)
+        from_rank_zero(lambda: self._check_fits(path, tensors), self._group)
         state = tensors | dict.fromkeys(self._plain_keys(path, parts))
         reading.read_into(state, path, self._group)
         self._apply(parts, state)
@@ -140,24 +140,13 @@ class CheckpointManager:
             logger.info(f"Loaded checkpoint {path} ({what}) in {seconds:.2f} s; step is {step}")
         return step
 
-    def _check_fits(self, path: Path, parts: list[str], wanted: dict[str, Any]) -> None:
+    def _check_fits(self, path: Path, wanted: dict[str, Any]) -> None:
         """Compare names and shapes with the checkpoint's description alone; no tensor is read."""
-        prefixes = tuple(f"{part}." for part in ("model", "optimizer") if part in parts)
-        differences = reading.differences(
-            {k: v for k, v in reading.saved_shapes(path).items() if k.startswith(prefixes)},
-            {k: tuple(v.shape) for k, v in wanted.items()},
-        )
+        shapes = {key: tuple(value.shape) for key, value in wanted.items()}
+        problem = reading.misfit(path, shapes, self.model_identity)
+        if problem:
+            raise UserError(problem)
         theirs = reading.read_identity(path)
-        if differences:
-            raise UserError(
-                f"checkpoint {path} does not fit this run's model and optimizer.\n"
-                f"  it was saved by: {theirs}\n"
-                f"  this run has:    {self.model_identity}\n"
-                + "".join(f"  {line}\n" for line in differences[:5])
-                + (f"  and {len(differences) - 5} more\n" if len(differences) > 5 else "")
-                + "Use the config that wrote it, or another job.dump_folder. (If only optimizer "
-                "keys differ, checkpoint.exclude_from_loading = optimizer starts it afresh.)"
-            )
         if theirs != self.model_identity:
             logger.warning(
                 f"checkpoint {path} has the right shapes but was saved by {theirs}; this run has "

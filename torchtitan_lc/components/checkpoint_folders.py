@@ -64,15 +64,6 @@ def checkpoint_folder(config: CheckpointConfig, dump_folder: str | Path) -> Path
     return Path(dump_folder) / config.folder
 
 
-def checkpoint_problems(config: CheckpointConfig, dump_folder: str | Path) -> list[str]:
-    """What would stop the run from starting, found without a process group; [] when all is well."""
-    try:
-        choose_start(config, dump_folder)
-    except UserError as error:
-        return [str(error)]
-    return []
-
-
 def choose_start(config: CheckpointConfig, dump_folder: str | Path) -> Start:
     """The job's own newest resumable step, else ``initial_load_path``, else nothing.
 

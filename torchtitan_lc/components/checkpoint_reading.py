@@ -49,6 +49,29 @@ def differences(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, 
     return sorted(lines)
 
 
+def misfit(path: Path, wanted: dict[str, tuple[int, ...]], identity: dict[str, Any]) -> str | None:
+    """Why the checkpoint cannot fill ``wanted`` (key -> shape, keys as saved), None when it can.
+
+    Saved keys count where ``wanted`` has any of their kind ("model.", "optimizer."): a run that
+    takes the model alone does not miss the rest.
+    """
+    kinds = tuple({f"{key.split('.')[0]}." for key in wanted})
+    saved = {k: shape for k, shape in saved_shapes(path).items() if k.startswith(kinds)}
+    lines = differences(saved, wanted)
+    if not lines:
+        return None
+    more = f"  and {len(lines) - 5} more\n" if len(lines) > 5 else ""
+    return (
+        f"checkpoint {path} does not fit this run's model and optimizer.\n"
+        f"  it was saved by: {read_identity(path)}\n"
+        f"  this run has:    {identity}\n"
+        + "".join(f"  {line}\n" for line in lines[:5])
+        + more
+        + "Use the config that wrote it, or another job.dump_folder. (If only optimizer keys "
+        "differ, checkpoint.exclude_from_loading = optimizer starts it afresh.)"
+    )
+
+
 def read_identity(path: Path) -> dict[str, Any]:
     """What the run that saved this called its model; {} if the checkpoint does not say."""
     if "identity" not in read_metadata(path).state_dict_metadata:

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-_CHUNK = 1 << 24  # elements hashed at once: bounds the int64 and fp64 temporaries to a few hundred MB
+_CHUNK = (
+    1 << 24
+)  # elements hashed at once: bounds the int64 and fp64 temporaries to a few hundred MB
 _CUTOFF = 3.0  # standard deviations
 
 
@@ -49,7 +51,9 @@ def _global_index(
     """Flat indices into the local part -> flat indices into the whole parameter."""
     result = torch.zeros_like(index)
     stride = 1
-    for size, whole, offset in zip(reversed(local), reversed(shape), reversed(offsets), strict=True):
+    for size, whole, offset in zip(
+        reversed(local), reversed(shape), reversed(offsets), strict=True
+    ):
         result += (index % size + offset) * stride
         index = index // size
         stride *= whole

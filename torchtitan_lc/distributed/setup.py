@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 
-def init_distributed(device_type: str, timeout_seconds: int, trace_buffer_size: int) -> torch.device:
+def init_distributed(
+    device_type: str, timeout_seconds: int, trace_buffer_size: int
+) -> torch.device:
     """Join the job that the launcher's environment describes; returns this rank's device.
 
     Without a launcher (no RANK in the environment) the job is this one process.

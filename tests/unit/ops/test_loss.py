@@ -80,7 +80,5 @@ def test_the_error_in_bf16_does_not_grow_with_the_number_of_tiles() -> None:
     for tile in (0, 8):
         x16, labels, w16 = _inputs(torch.bfloat16)
         got = torch.autograd.grad(tiled_loss(_fn, x16, labels, w16, tile_tokens=tile), (x16, w16))
-        errors[tile] = [
-            ((g - e).norm() / e.norm()).item() for g, e in zip(got, want, strict=True)
-        ]
+        errors[tile] = [((g - e).norm() / e.norm()).item() for g, e in zip(got, want, strict=True)]
     assert all(b <= 1.25 * a for a, b in zip(errors[0], errors[8], strict=True)), errors

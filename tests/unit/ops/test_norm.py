@@ -9,7 +9,9 @@ from torchtitan_lc.ops.norm import rms_norm
 
 def test_it_is_torchs_own_in_fp64() -> None:
     x, w = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
-    torch.testing.assert_close(rms_norm(x, w, 1e-5), torch.nn.functional.rms_norm(x, (16,), w, 1e-5))
+    torch.testing.assert_close(
+        rms_norm(x, w, 1e-5), torch.nn.functional.rms_norm(x, (16,), w, 1e-5)
+    )
 
 
 def test_the_mean_square_of_bf16_is_taken_in_fp32() -> None:

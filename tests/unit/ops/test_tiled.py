@@ -63,7 +63,9 @@ def test_weight_gradients_in_bf16_do_not_lose_digits_with_more_tiles() -> None:
     for tile in (0, 4):
         x, *weights = _inputs(torch.bfloat16)
         got = torch.autograd.grad(tiled(_mlp, x, *weights, tile_tokens=tile).sum(), weights)
-        errors.append(max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)))
+        errors.append(
+            max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
+        )
     assert errors[1] <= 1.25 * errors[0], errors
 
 
