@@ -28,7 +28,13 @@ _PRELOAD = [
 
 
 def _worker(
-    fn: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    backend: str,
+    results: Any,
+    args: tuple,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -38,8 +44,10 @@ def _worker(
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = str(world_size)
     try:
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+            backend, init_method=f"file://{store}", rank=rank, world_size=world_size
         )
         value = fn(rank, world_size, *args)
         # Pickled here: a queue would hand tensors over as memory shared with a process that ends.
@@ -52,9 +60,14 @@ def _worker(
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ``world_size`` gloo processes.
+    """Call ``fn(rank, world_size, *args)`` on ``world_size`` processes, on gloo unless ``backend``
+    says "cpu:gloo,cuda:nccl", where rank r gets GPU r.
 
     ``fn`` must be a module-level function; arguments and results must pickle (return plain CPU
     tensors, not DTensors). Raises AssertionError with the traceback of the first rank that failed.
@@ -65,7 +78,7 @@ def run_distributed(
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         workers = [
-            context.Process(target=_worker, args=(fn, r, world_size, store, results, args))
+            context.Process(target=_worker, args=(fn, r, world_size, store, backend, results, args))
             for r in range(world_size)
         ]
         for worker in workers:

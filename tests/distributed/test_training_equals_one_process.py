@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from tests.helpers import run_distributed
 from tests.reference import reference_step
 from tests.tiny import FLAVORS, FixedRows, masked_rows, register_tiny, tiny_config
-from torchtitan_lc.components.metrics import MetricsProcessor
 from torchtitan_lc.models.llama3 import Llama3Model
 from torchtitan_lc.trainer import Trainer
 
@@ -30,12 +29,12 @@ LOSS_ABS, GRAD_REL = 1e-6, 1e-5
 
 
 def _full(x: Tensor) -> Tensor:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu().clone()
 
 
-def one_step(settings: dict[str, Any], rows: dict[str, Tensor]) -> dict[str, Any]:
-    """Run one step of the real Trainer; its loss, gradients and new weights, whole."""
-    trainer = Trainer(tiny_config(settings), torch.device("cpu"))
+def one_step(settings: dict[str, Any], rows: dict[str, Tensor], device: str) -> dict[str, Any]:
+    """Run one step of the real Trainer; its loss, gradients and new weights, whole, on the CPU."""
+    trainer = Trainer(tiny_config(settings), torch.device(device))
     trainer.loader.close()
     trainer.loader = FixedRows(rows)  # type: ignore[assignment]
     grads: dict[str, Tensor] = {}
@@ -47,7 +46,7 @@ def one_step(settings: dict[str, Any], rows: dict[str, Tensor]) -> dict[str, Any
             grads[name] = _full(parameter.grad)
 
     trainer.optimizer.register_step_pre_hook(keep_grads)
-    with _quiet_metrics(trainer) as metrics:
+    with trainer.metrics(start=0) as metrics:
         result = trainer.train_step(metrics)
         logged = trainer.log_step(metrics, result)
     return {
@@ -59,17 +58,13 @@ def one_step(settings: dict[str, Any], rows: dict[str, Tensor]) -> dict[str, Any
     }
 
 
-def _quiet_metrics(trainer: Trainer) -> MetricsProcessor:
-    return trainer.metrics(start=0)
-
-
-def check(settings: dict[str, Any], rows: dict[str, Tensor]) -> None:
+def check(settings: dict[str, Any], rows: dict[str, Tensor], device: str = "cpu") -> None:
     """Compare a step under ``settings`` with the reference on the same rows and initial weights."""
     args = FLAVORS[settings["model.flavor"]]
     model = Llama3Model(args)
     model.init_weights(seed=0)
     loss, grads = reference_step(model, args, rows)
-    got = one_step(settings, rows)
+    got = one_step(settings, rows, device)
     label = str(settings)
     assert abs(got["loss"] - loss) <= LOSS_ABS, (label, got["loss"], loss)
     assert set(got["grads"]) == set(grads)

@@ -16,7 +16,7 @@ from torchtitan_lc.tools.errors import UserError
 # Llama 3.1 (8B, 70B, 405B) and Llama 3.2 (1B, 3B).
 FLAVORS = {
     "debugmodel": Llama3Args(
-        dim=128, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=512, vocab_size=264
+        dim=192, n_layers=3, n_heads=8, n_kv_heads=4, hidden_dim=448, vocab_size=264
     ),
     "1B": Llama3Args(
         dim=2048,

@@ -1,0 +1,111 @@
+"""Train for a few steps through run_train.sh and record speed and memory.
+
+    python benchmarks/bench_train.py --name llama8b_64k_2xh200 --config llama8b_64k.toml --steps 5 \
+        [--section.key value ...]
+
+Writes benchmarks/results/NAME.json: command, resolved config, commit, versions, device, every logged
+step, and over the steps after the first the median and spread of the step time and tokens per second.
+A run that fails is recorded with its exit code and the end of its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def commit() -> str:
+    """The commit of the checkout; "unknown" where it is no git repository; "+" marks changes."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    head = git("rev-parse", "HEAD")
+    if not head:
+        return os.environ.get("BENCH_COMMIT", "unknown")
+    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def environment() -> dict[str, Any]:
+    import torch
+
+    from torchtitan_lc.tools.hardware import device_name, device_type, versions
+
+    kind = device_type()
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    return {"device": device_name(kind), "devices": count, "versions": versions()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def run(config: str, steps: int, flags: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            str(ROOT / "run_train.sh"),
+            f"--config={config}",
+            f"--job.dump_folder={folder}",
+            f"--training.steps={steps}",
+            "--metrics.log_freq=1",
+            "--checkpoint.no_enable",
+            *flags,
+        ]
+        began = time.time()
+        done = subprocess.run(command, capture_output=True, text=True)
+        shown = ["./run_train.sh", *(c for c in command[1:] if "dump_folder" not in c)]
+        result: dict[str, Any] = {
+            "command": " ".join(shown),
+            "ngpu": os.environ.get("NGPU", "all visible"),
+            "seconds": round(time.time() - began, 1),
+            "exit_code": done.returncode,
+        }
+        metrics = Path(folder) / "metrics.jsonl"
+        if metrics.exists():
+            logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+            result["steps"] = logged
+            later = [line for line in logged if line["step"] > 1]
+            if later:
+                for key in ("time_s", "tps", "memory_gib"):
+                    result[key] = spread([line[key] for line in later])
+            result["config"] = (Path(folder) / "config.toml").read_text()
+        output = (done.stdout + done.stderr).replace(folder, "DUMP_FOLDER")
+        result["log"] = output.splitlines()[-60 if done.returncode else -20 :]
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args, flags = parser.parse_known_args()
+    result = {
+        "name": args.name,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        **environment(),
+        **run(args.config, args.steps, flags),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    summary = {key: result.get(key) for key in ("exit_code", "time_s", "tps", "memory_gib")}
+    losses = [round(line["loss"], 4) for line in result.get("steps", [])]
+    print(json.dumps({"name": args.name, **summary, "losses": losses}))
+
+
+if __name__ == "__main__":
+    main()
