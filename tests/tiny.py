@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.models import llama3
@@ -63,6 +63,13 @@ def tiny_config(settings: dict[str, Any] | None = None) -> JobConfig:
         assert hasattr(target, name), key
         setattr(target, name, value)
     return config
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter, by its name; each parameter must have one."""
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    assert all(grad is not None for grad in found.values()), found
+    return {name: grad for name, grad in found.items() if grad is not None}
 
 
 def masked_rows(rows: int, seq_len: int, seed: int = 0) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import run_distributed
 from tests.reference import reference_step
-from tests.tiny import FLAVORS, FixedRows, masked_rows, register_tiny, tiny_config
+from tests.tiny import FLAVORS, FixedRows, gradients, masked_rows, register_tiny, tiny_config
 from torchtitan_lc.distributed.fsdp import sum_gradients
 from torchtitan_lc.distributed.parallel_dims import ParallelDims
 from torchtitan_lc.distributed.reduce import clip_gradients, global_grad_norm, sum_over_ranks
@@ -49,6 +49,15 @@ def _grads(trainer: Trainer) -> dict[str, torch.Tensor]:
         trainer.train_step(metrics)
     handle.remove()
     return grads
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The weights, whole: copies."""
+    weights = {}
+    for name, parameter in trainer.module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        weights[name] = parameter.full_tensor().clone()
+    return weights
 
 
 class CountCollectives(TorchDispatchMode):
@@ -150,14 +159,14 @@ def _masked(rank: int, world_size: int, tmp: str) -> None:
 
     rows["labels"][:] = IGNORE_INDEX
     trainer = _trainer(settings, rows)
-    before = {n: p.full_tensor().clone() for n, p in trainer.module.named_parameters()}
+    before = _weights(trainer)
     with trainer.metrics(start=0) as metrics:
         result = trainer.train_step(metrics)
         logged = trainer.log_step(metrics, result)
     assert logged["loss"] == 0 and logged["grad_norm"] == 0
     assert not trainer.optimizer.state, "moments must not move on a step without labels"
-    for name, parameter in trainer.module.named_parameters():
-        assert torch.equal(parameter.full_tensor(), before[name]), name
+    for name, weight in _weights(trainer).items():
+        assert torch.equal(weight, before[name]), name
 
 
 def test_empty_shards_and_empty_steps_are_finite_and_train_nothing(tmp_path: Any) -> None:
@@ -204,12 +213,12 @@ def _norms(rank: int, world_size: int) -> None:
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
     x = torch.randn(4, 5)
     plain(x).square().sum().backward()
-    want = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain.parameters()]))
+    want = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients(plain).values()]))
     for replicate, shard in [(1, world_size), (2, world_size // 2), (world_size, 1)]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
         mesh = ParallelDims(replicate, shard, 1).build("cpu").fsdp
-        for unit in model[:2]:
+        for unit in (model[0], model[1]):
             fully_shard(unit, mesh=mesh)  # the norm stays whole on every rank
         sum_gradients(model)
         (model(x).square().sum() / world_size).backward()

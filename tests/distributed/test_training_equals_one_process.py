@@ -92,13 +92,8 @@ def strategies(cp: int) -> list[dict[str, Any]]:
 def _equality_table(rank: int, world_size: int, dp: int, cp: int, tmp: str) -> int:
     register_tiny()
     rows = masked_rows(ROWS, SEQ)
-    flavors = (
-        "mha",
-        "gqa",
-        "gqa2" if cp == 4 else "one_kv",
-    )  # the last has fewer KV heads than ranks
-    if cp == 4:
-        flavors += ("one_kv",)
+    # The last ones have fewer KV heads than ranks.
+    flavors = ["mha", "gqa", *(["gqa2"] if cp == 4 else []), "one_kv"]
     cases = list(itertools.product(strategies(cp), flavors, MODES))
     for strategy, flavor, mode in cases:
         settings = {

@@ -33,13 +33,14 @@ def test_forward_and_backward_equal_the_reference(
     shapes = [(2, seq, n, head_dim), (2, seq, m, head_dim), (2, seq, m, head_dim)]
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
     dout = torch.randn_like(q)
-    case = {"causal": causal, "scale": head_dim**-0.5}
-    exact, wide = Math(), [x.double() for x in (q, k, v)]
-    want_out, want_lse = exact.forward(*wide, **case)
-    want = exact.backward(dout.double(), *wide, want_out, want_lse, **case)
+    scale = head_dim**-0.5
+    exact = Math()
+    wq, wk, wv = (x.double() for x in (q, k, v))
+    want_out, want_lse = exact.forward(wq, wk, wv, causal=causal, scale=scale)
+    want = exact.backward(dout.double(), wq, wk, wv, want_out, want_lse, causal=causal, scale=scale)
 
-    out, lse = kernel.forward(q, k, v, **case)
-    grads = kernel.backward(dout, q, k, v, out, lse, **case)
+    out, lse = kernel.forward(q, k, v, causal=causal, scale=scale)
+    grads = kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
     assert lse.shape == (2, n, seq) and lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
     for got, expected in zip((out, *grads), (want_out, *want), strict=True):
@@ -53,8 +54,7 @@ def test_views_of_a_wider_buffer_are_read_right(name: str) -> None:
     kernel = _kernel(name, 64)
     wide = torch.randn(1, 512, 6, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = wide[:, :, :2], wide[:, :, 2:4], wide[:, :, 4:]
-    case = {"causal": True, "scale": 0.125}
-    out, lse = kernel.forward(q, k, v, **case)
+    out, lse = kernel.forward(q, k, v, causal=True, scale=0.125)
     plain = [x.contiguous() for x in (q, k, v)]
-    want, want_lse = kernel.forward(*plain, **case)
+    want, want_lse = kernel.forward(*plain, causal=True, scale=0.125)
     assert torch.equal(out, want) and torch.equal(lse, want_lse)

@@ -124,7 +124,7 @@ class _Bound:
     """A projection with the weights of this call; cuts them to heads and collects their gradients."""
 
     def __init__(self, part: Projection, weights: Sequence[Tensor], n_heads: int) -> None:
-        self.fn = part.fn
+        self.fn: Callable[..., Any] = part.fn  # a tensor, or k and v: its caller knows
         self.weights = weights
         self.axes = [w.head_axis for w in part.weights]
         self.n_heads = n_heads

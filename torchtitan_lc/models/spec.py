@@ -122,7 +122,8 @@ def import_custom(module: str) -> None:
 
 def identity(spec: ModelSpec, flavor: str, args: Any) -> dict[str, Any]:
     """Plain description of a model, kept in its checkpoints for messages."""
-    shape = dataclasses.asdict(args) if dataclasses.is_dataclass(args) else vars(args)
+    is_dataclass = dataclasses.is_dataclass(args) and not isinstance(args, type)
+    shape = dataclasses.asdict(args) if is_dataclass else vars(args)
     return {"name": spec.name, "flavor": flavor, **{k: repr(v) for k, v in shape.items()}}
 
 

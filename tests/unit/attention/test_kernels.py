@@ -38,7 +38,7 @@ def test_forward_and_backward_equal_dense_attention(
     wide = torch.randn(batch, S, n + 2 * m, D, dtype=torch.float64)
     q, k, v = wide[:, :, :n], wide[:, :, n : n + m], wide[:, :, n + m :]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want_out, want_lse = _dense(*leaves, causal, scale)
+    want_out, want_lse = _dense(leaves[0], leaves[1], leaves[2], causal, scale)
     dout = torch.randn_like(want_out)
     want_grads = torch.autograd.grad(want_out, leaves, dout)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import reference_step
-from tests.tiny import FLAVORS, masked_rows
+from tests.tiny import FLAVORS, gradients, masked_rows
 from torchtitan_lc.attention.kernels import CpuFlash
 from torchtitan_lc.attention.upipe import UPipe
 from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
@@ -44,7 +44,7 @@ def _run(heads: int, mode: Mode) -> tuple[CountingKernel, float, dict[str, Tenso
     loss = model(rows["tokens"], rows["positions"], rows["labels"])
     n = (rows["labels"] != -100).sum()
     (loss / n).backward()
-    return kernel, loss.item() / n.item(), {k: p.grad for k, p in model.named_parameters()}
+    return kernel, loss.item() / n.item(), gradients(model)
 
 
 @pytest.mark.parametrize(("mode", "per_layer"), [("none", 1), ("selective", 1), ("full", 2)])
@@ -97,7 +97,7 @@ def test_the_other_modes_allow_a_second_backward(mode: Mode) -> None:
     rows = masked_rows(1, 64)
     loss = model(rows["tokens"], rows["positions"], rows["labels"])
     loss.backward(retain_graph=True)
-    once = {n: p.grad.clone() for n, p in model.named_parameters()}
+    once = {name: grad.clone() for name, grad in gradients(model).items()}
     loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name])
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, 2 * once[name])

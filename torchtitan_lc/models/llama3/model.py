@@ -182,14 +182,22 @@ class Llama3Model(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initial values from ``seed`` alone, for whatever part of each parameter this rank holds.
 
-        Normal with args.init_std; the projections that write into the residual stream are scaled down
-        by sqrt(2 L) (GPT-2), so that its variance does not grow with depth.
+        Normal with args.init_std, with three exceptions. Projections that write into the residual
+        stream are scaled down by sqrt(2 L) (GPT-2), so that its variance does not grow with depth.
+        The embedding starts at 1 (TorchTitan), so that the branches' first updates are small beside
+        the stream they are added to. The output matrix starts at 1 / sqrt(M), for logits of about 1;
+        a tied table is that matrix.
         """
         residual = self.args.init_std / math.sqrt(2 * self.args.n_layers)
+        tied = self.args.tie_embeddings
+        special = {
+            "tok_embeddings.weight": self.args.dim**-0.5 if tied else 1.0,
+            "head.output.weight": self.args.dim**-0.5,
+        }
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
                 continue
             writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-            std = residual if writes_residual else self.args.init_std
+            std = special.get(name, residual if writes_residual else self.args.init_std)
             normal_(parameter, name, seed=seed, std=std)
