@@ -43,7 +43,7 @@ def build_optimizer(
     config = optimizer_config
     settings: dict[str, Any] = {
         "lr": config.lr,
-        **_implementation(config.implementation, device_type),
+        **_implementation(config.name, config.implementation, device_type),
     }
     groups = _decay_groups(named_parameters, config.weight_decay)
     if config.name == "SGD":
@@ -74,9 +74,10 @@ def _decay_groups(
     return [group for group in groups if group["params"]]
 
 
-def _implementation(implementation: str, device_type: str) -> dict[str, bool]:
+def _implementation(name: str, implementation: str, device_type: str) -> dict[str, bool]:
     if implementation == "auto":
-        implementation = "fused" if device_type == "cuda" else "foreach"
+        # torch 2.11 cannot run the fused SGD on sharded parameters.
+        implementation = "fused" if device_type == "cuda" and name != "SGD" else "foreach"
     if implementation not in ("fused", "foreach", "for-loop"):
         raise ValueError(
             f"optimizer.implementation = {implementation!r}: use auto, fused, foreach or for-loop"
