@@ -79,10 +79,17 @@ def run(config: str, steps: int, flags: list[str]) -> dict[str, Any]:
             if later:
                 for key in ("time_s", "tps", "memory_gib"):
                     result[key] = spread([line[key] for line in later])
-            result["config"] = (Path(folder) / "config.toml").read_text()
-        output = (done.stdout + done.stderr).replace(folder, "DUMP_FOLDER")
-        result["log"] = output.splitlines()[-60 if done.returncode else -20 :]
+            result["config"] = without_paths((Path(folder) / "config.toml").read_text(), folder)
+        lines = without_paths(done.stdout + done.stderr, folder).splitlines()
+        # A failure is kept as it was; of a success, what the framework itself said.
+        said = [line for line in lines if line.startswith("[titan]")]
+        result["log"] = lines[-60:] if done.returncode else said
         return result
+
+
+def without_paths(text: str, folder: str) -> str:
+    """Results say nothing of the machine's folders."""
+    return text.replace(folder, "DUMP_FOLDER").replace(f"{ROOT}/", "")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ Exit code: 0, 2 for a mistake of the user's, else that of the failed worker (128
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import init_logger, logger
+from torchtitan_lc.tools.parent import LAUNCHER_PID
 
 WORKER_MODULE = "torchtitan_lc.train"
 
@@ -104,6 +106,8 @@ def start(config: JobConfig, args: argparse.Namespace, job_args: list[str]) -> i
         rdzv_id=args.rdzv_id,
         shown_ranks=args.log_rank,
         log_folder=Path(config.job.dump_folder) / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S"),
+        # By this a worker knows that the job is checked, and whom to end with (tools/parent.py).
+        environment={LAUNCHER_PID: str(os.getpid())},
     )
     nodes = f"{args.nnodes} nodes x " if args.nnodes > 1 else ""
     others = f"; other ranks' output: {workers.log_folder}"

@@ -1,20 +1,22 @@
 """Everything that can be wrong with a job and be known before a process group exists.
 
 Runs once in the launcher, before workers start, and reads only the config, the model's shape and what
-lies on disk. All problems are reported together.
+lies on disk. All problems are reported together, and each is said by one part: what the settings alone
+tell by config/validate.py, the rest by whoever will need it (kernel, strategy, tokenizer, data,
+checkpoint).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from torchtitan_lc.attention.base import AttentionShape
-from torchtitan_lc.attention.kernels import KernelChoice, choose_kernel
+from torchtitan_lc.attention.base import AttentionShape, Strategy
+from torchtitan_lc.attention.kernels import KernelChoice, Math, choose_kernel
 from torchtitan_lc.attention.strategies import make_strategy
 from torchtitan_lc.components.checkpoint_folders import choose_start
 from torchtitan_lc.components.checkpoint_reading import misfit
@@ -28,6 +30,8 @@ from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, identity, 
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,22 +71,24 @@ def attention_shape(config: JobConfig, args: Any) -> AttentionShape:
     )
 
 
-def check_job(config: JobConfig, world_size: int, device_type: str) -> None:
-    """Raise UserError with every problem; log a warning for every key that has no effect here."""
-    problems = check(config, world_size, device_type)
-    problems += _checkable(config, device_type)
+def check_job(
+    config: JobConfig, world_size: int, device_type: str, *, quiet: bool = False
+) -> None:
+    """Raise UserError with every problem of the job, each once; log a warning for every key that has
+    no effect here, unless ``quiet``."""
+    problems = check(config, world_size) + _checkable(config, device_type)
     if problems:
-        # A rule of the config and the strategy may say the same of the same number.
-        distinct = list(dict.fromkeys(problems))
-        raise UserError("\n".join(distinct))
-    for message in warn(config):
+        # A strategy's own check may include its layout's: equal texts are one problem.
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    for message in () if quiet else warn(config):
         logger.warning(message)
 
 
 def _checkable(config: JobConfig, device_type: str) -> list[str]:
+    """What the parts of the job say when they are asked, each independently of the others."""
     problems: list[str] = []
 
-    def collect(step: Callable[[], Any]) -> Any:
+    def collect(step: Callable[[], T]) -> T | None:
         try:
             return step()
         except (UserError, ValueError) as error:
@@ -93,22 +99,36 @@ def _checkable(config: JobConfig, device_type: str) -> list[str]:
     tokenizer = collect(
         lambda: build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
     )
+    strategy = _strategy(config)
+    if strategy is not None:
+        collect(lambda: strategy.layout.check(config.training.seq_len))
     if model is not None:
-        kernel = collect(lambda: job_kernel(config, model.args, device_type))
-        if kernel is not None:
-            collect(lambda: _check_strategy(config, model.args, kernel))
+        collect(lambda: job_kernel(config, model.args, device_type))
+        if strategy is not None:
+            collect(lambda: strategy.check(attention_shape(config, model.args)))
         if tokenizer is not None:
-            problems += _vocabulary(tokenizer, model)
+            collect(lambda: _check_vocabulary(tokenizer, model))
     collect(lambda: check_dataset(config.training))
-    if config.checkpoint.enable:
-        start = collect(lambda: choose_start(config.checkpoint, config.job.dump_folder))
-        if start is not None and start.path is not None and model is not None:
-            problems += _fit(config, model, start.path)
+    start = collect(lambda: choose_start(config.checkpoint, config.job.dump_folder))
+    if start is not None and start.path is not None and model is not None:
+        path = start.path
+        collect(lambda: _check_fits(config, model, path))
     return problems
 
 
-def _fit(config: JobConfig, model: JobModel, path: Path) -> Iterator[str]:
-    """Whether the checkpoint that would be loaded is one of this model."""
+def _strategy(config: JobConfig) -> Strategy | None:
+    """The strategy, to be asked what it can do; None where config/validate.py refuses the numbers
+    that it is made of."""
+    name, ranks = resolve_strategy(config), config.parallelism.context_parallel_degree
+    heads_per_stage = config.attention.heads_per_stage
+    if min(ranks, heads_per_stage, config.training.seq_len) < 1 or (name == "local" and ranks > 1):
+        return None
+    # Of the kernel nothing is asked here: any will do.
+    return make_strategy(name, Math(), ranks=ranks, heads_per_stage=heads_per_stage)
+
+
+def _check_fits(config: JobConfig, model: JobModel, path: Path) -> None:
+    """UserError unless the checkpoint that would be loaded is one of this model."""
     if "model" in config.checkpoint.exclude_from_loading:
         return
     with torch.device("meta"):
@@ -117,22 +137,12 @@ def _fit(config: JobConfig, model: JobModel, path: Path) -> Iterator[str]:
     name = identity(model.spec, config.model.flavor, model.args)
     problem = misfit(path, shapes, name)
     if problem:
-        yield problem
+        raise UserError(problem)
 
 
-def _check_strategy(config: JobConfig, args: Any, kernel: KernelChoice) -> None:
-    strategy = make_strategy(
-        resolve_strategy(config),
-        kernel.kernel,
-        ranks=config.parallelism.context_parallel_degree,
-        heads_per_stage=config.attention.heads_per_stage,
-    )
-    strategy.check(attention_shape(config, args))
-
-
-def _vocabulary(tokenizer: Tokenizer, model: JobModel) -> Iterator[str]:
+def _check_vocabulary(tokenizer: Tokenizer, model: JobModel) -> None:
     if tokenizer.vocab_size > model.args.vocab_size:
-        yield (
+        raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but {model.spec.name} has a table of "
             f"{model.args.vocab_size}: choose the tokenizer of this model (model.tokenizer, "
             "model.hf_assets_path) or a flavor with a larger vocabulary"

@@ -1,7 +1,7 @@
 """One worker of a training job: ``python -m torchtitan_lc.train --section.key value ...``
 
 run_train.sh starts as many of these as there are ranks, after the launcher has checked the job.
-Started by hand without a launcher it is a job of one process, and checks itself.
+Started by plain torchrun, or by hand as a job of one process, they check it themselves.
 """
 
 from __future__ import annotations
@@ -18,18 +18,30 @@ from torchtitan_lc.preflight import check_job
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.hardware import device_type
 from torchtitan_lc.tools.logging import init_logger
+from torchtitan_lc.tools.parent import end_with_launcher, is_launched
 from torchtitan_lc.trainer import Trainer
 
 EXIT_USER_ERROR = 2
 
 
+def checked_config(argv: list[str]) -> JobConfig:
+    """The job that ``argv`` describes. Raises UserError, on every rank, if it cannot run.
+
+    What is only worth a warning is said once: by the launcher, or else by rank 0.
+    """
+    is_checked = is_launched()
+    quiet = is_checked or not _is_first()
+    config = load_config(argv, quiet=quiet)
+    if not is_checked:
+        check_job(config, int(os.environ.get("WORLD_SIZE", "1")), device_type(), quiet=quiet)
+    return config
+
+
 def run(config: JobConfig) -> None:
     """Train as ``config`` says; the environment says which rank this is."""
-    device_name = device_type()
-    check_job(config, int(os.environ.get("WORLD_SIZE", "1")), device_name)
     seed_everything(config.debug.seed, config.debug.deterministic)
     device = init_distributed(
-        device_name, config.comm.init_timeout_seconds, config.comm.trace_buf_size
+        device_type(), config.comm.init_timeout_seconds, config.comm.trace_buf_size
     )
     try:
         trainer = Trainer(config, device)
@@ -44,13 +56,19 @@ def run(config: JobConfig) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for a mistake that the user can fix."""
     init_logger()
+    if is_launched():
+        end_with_launcher()
     try:
-        run(load_config(sys.argv[1:] if argv is None else argv))
+        run(checked_config(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if _is_first():
             print(f"torchtitan_lc cannot go on:\n{error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

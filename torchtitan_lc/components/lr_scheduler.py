@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lc.tools.logging import logger
-
 if TYPE_CHECKING:
     from torchtitan_lc.config.job_config import LRScheduler as LRSchedulerConfig
 
@@ -74,20 +72,11 @@ def build_lr_scheduler(
 ) -> LambdaLR:
     """One ``lr_factor`` for all parameter groups; call ``step()`` after each optimizer step.
 
-    The schedule's length is ``lr_scheduler.total_steps`` where given, else ``training_steps``.
+    The schedule's length is ``lr_scheduler.total_steps`` where given, else ``training_steps``. That
+    warm-up or decay are cut by it is said before the launch (config/no_effect.py).
     """
     config = lr_scheduler_config
     total_steps = training_steps if config.total_steps is None else config.total_steps
-    if config.warmup_steps > total_steps:
-        logger.warning(
-            f"lr_scheduler.warmup_steps = {config.warmup_steps} is longer than the schedule of "
-            f"{total_steps} steps: the rate rises until the end and is never decayed"
-        )
-    if total_steps < training_steps:
-        logger.warning(
-            f"lr_scheduler.total_steps = {total_steps} ends before training.steps = "
-            f"{training_steps}: the steps after it use min_lr_factor = {config.min_lr_factor}"
-        )
     factor = partial(
         lr_factor,
         warmup_steps=config.warmup_steps,

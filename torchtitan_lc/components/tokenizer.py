@@ -223,7 +223,9 @@ def build_tokenizer(kind: str, assets_path: str) -> Tokenizer:
         )
     folder = Path(assets_path)
     if not folder.is_dir():
-        raise UserError(f"model.hf_assets_path is {assets_path}, which is not a folder.")
+        is_file = folder.is_file()
+        wrong = f"a file: give its folder, {folder.parent}" if is_file else "which does not exist"
+        raise UserError(f"model.hf_assets_path is {assets_path}, {wrong}.")
     has_json = (folder / "tokenizer.json").is_file()
     if has_json and kind != "tiktoken":
         return HFTokenizer(folder)

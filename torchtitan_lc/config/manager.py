@@ -27,10 +27,11 @@ SHIPPED_FOLDER = Path(__file__).resolve().parents[2] / "train_configs"
 logger = logging.getLogger("torchtitan_lc")
 
 
-def load_config(argv: list[str]) -> JobConfig:
+def load_config(argv: list[str], *, quiet: bool = False) -> JobConfig:
     """The settings that `argv` (without the program's name) and the file it names stand for.
 
-    Old names that are still understood are logged. `--help` prints all keys and exits with 0.
+    Old names that are still understood are logged, unless `quiet`: for a process of a job of which
+    another one has said them. `--help` prints all keys and exits with 0.
     Raises UserError with every problem of both sources.
     """
     if any(word in ("-h", "--help") for word in argv):
@@ -46,7 +47,7 @@ def load_config(argv: list[str]) -> JobConfig:
         problems += [f"{source}: {problem}" for problem in found.problems]
     if problems:
         raise UserError(_report(problems))
-    for source, found in sources:
+    for source, found in () if quiet else sources:
         for notice in found.notices:
             logger.warning(f"{source}: {notice}")
     return _build(path, [found for _, found in sources])

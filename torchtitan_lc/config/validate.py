@@ -1,12 +1,13 @@
 """Rules that join settings to one another and to the number of ranks: one function per rule.
 
-No process group, no torch, no model: what can be said of whole numbers and files. `check` reports
-every failure at once; `warn` (no_effect.py) is for what is allowed but does nothing.
+No process group, no torch, no model, no files: what can be said of the settings alone. What a part
+knows of its own (a kernel its dtypes, a strategy its row lengths, a source its files) is asked of that
+part by preflight.py and not said here again. `check` reports every failure at once; `warn`
+(no_effect.py) is for what is allowed but does nothing.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from torchtitan_lc.config import names
 from torchtitan_lc.config.job_config import JobConfig
@@ -20,6 +21,7 @@ AT_LEAST_ONE = (
     "profiling.profiler_active",
     "metrics.log_freq",
     "training.local_batch_size",
+    "training.seq_len",
     "training.steps",
     "training.gc_freq",
     "attention.heads_per_stage",
@@ -39,15 +41,14 @@ AT_LEAST_ZERO = (
     "debug.seed",
 )
 ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "training.max_norm", "model.rope.theta")
-KERNEL_DEVICE = {"cpu": "cpu", "cudnn": "cuda", "sdpa": "cuda", "fa4": "cuda"}
 
 
-def check(config: JobConfig, world_size: int, device_type: str) -> list[str]:
-    """All that keeps `config` from running on `world_size` ranks of "cuda" or "cpu"; [] if nothing.
+def check(config: JobConfig, world_size: int) -> list[str]:
+    """All that keeps `config` from running on `world_size` ranks; [] if nothing.
 
     Each text names the keys, their values and the fix.
     """
-    problems = list(_degrees(config, world_size)) + list(_kernel_device(config, device_type))
+    problems = list(_degrees(config, world_size))
     for rule in _RULES:
         problems += rule(config)
     return problems
@@ -67,16 +68,6 @@ def _degrees(config: JobConfig, world_size: int) -> Iterator[str]:
         yield str(error)
 
 
-def _kernel_device(config: JobConfig, device_type: str) -> Iterator[str]:
-    kernel = config.attention.kernel
-    needed = KERNEL_DEVICE.get(kernel, device_type)
-    if needed != device_type:
-        yield (
-            f'attention.kernel = "{kernel}" runs on {needed} devices, and this machine offers '
-            f'{device_type}: use "auto"'
-        )
-
-
 def _minimum(config: JobConfig) -> Iterator[str]:
     """NaN fails these comparisons too, as they ask for what is right."""
     for keys, bound in ((AT_LEAST_ONE, 1), (AT_LEAST_ZERO, 0)):
@@ -88,19 +79,6 @@ def _minimum(config: JobConfig) -> Iterator[str]:
         value = names.get_key(config, key)
         if value is not None and not value > 0:
             yield f"{key} = {value}: must be above 0"
-
-
-def _row_length(config: JobConfig) -> Iterator[str]:
-    seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
-    if seq_len < 1:
-        yield f"training.seq_len = {seq_len}: must be at least 1"
-    elif cp >= 1 and seq_len % cp:
-        below, above = seq_len // cp * cp, -(-seq_len // cp) * cp
-        near = f"{below} or {above}" if below else str(above)
-        yield (
-            f"training.seq_len = {seq_len} is not a multiple of parallelism.context_parallel_"
-            f"degree = {cp}, as the equal parts of its ranks require; the nearest that fit: {near}"
-        )
 
 
 def _ulysses_degree(config: JobConfig) -> Iterator[str]:
@@ -120,15 +98,6 @@ def _strategy(config: JobConfig) -> Iterator[str]:
         yield (
             f'attention.strategy = "local" keeps a row on one rank, but parallelism.'
             f'context_parallel_degree = {cp}: use "upipe", "ulysses" or "auto", or degree 1'
-        )
-
-
-def _kernel_dtype(config: JobConfig) -> Iterator[str]:
-    kernel, dtype = config.attention.kernel, config.training.mixed_precision_param
-    if KERNEL_DEVICE.get(kernel) == "cuda" and dtype == "float32":
-        yield (
-            f'attention.kernel = "{kernel}" computes in bfloat16, but training.'
-            f'mixed_precision_param = "{dtype}": use "bfloat16", or attention.kernel = "math"'
         )
 
 
@@ -156,45 +125,9 @@ def _optimizer(config: JobConfig) -> Iterator[str]:
 
 
 def _rope(config: JobConfig) -> Iterator[str]:
-    rope = config.model.rope
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    if rope.factor is not None and not rope.factor >= 1:
-        yield f"model.rope.factor = {rope.factor}: must be at least 1 (it stretches the context)"
-    if low is not None and high is not None and not 0 < low < high:
-        yield (
-            f"model.rope.low_freq_factor = {low}, high_freq_factor = {high}: the first must be "
-            "above 0 and below the second"
-        )
-    if rope.original_max_position_embeddings is not None:
-        length = rope.original_max_position_embeddings
-        if length < 1:
-            yield f"model.rope.original_max_position_embeddings = {length}: must be at least 1"
-
-
-def _dataset(config: JobConfig) -> Iterator[str]:
-    dataset, path = config.training.dataset, config.training.dataset_path
-    if dataset == "stdlib":
-        return
-    if not path:
-        wanted = "the name or folder of a data set" if dataset == "hf" else "a file or a folder"
-        yield f'training.dataset = "{dataset}" needs training.dataset_path: {wanted}'
-    elif dataset != "hf" and not Path(path).exists():
-        yield f'training.dataset_path = "{path}": no such file or folder'
-
-
-def _tokenizer(config: JobConfig) -> Iterator[str]:
-    folder, tokenizer = config.model.hf_assets_path, config.model.tokenizer
-    if not folder and tokenizer in ("hf", "tiktoken"):
-        yield (
-            f'model.tokenizer = "{tokenizer}" needs model.hf_assets_path, the folder of its files; '
-            'or use "byte", which needs none'
-        )
-    elif Path(folder).is_file():
-        yield (
-            f'model.hf_assets_path = "{folder}" is a file: give its folder, "{Path(folder).parent}"'
-        )
-    elif folder and not Path(folder).is_dir():
-        yield f'model.hf_assets_path = "{folder}": no such folder'
+    length = config.model.rope.original_max_position_embeddings
+    if length is not None and length < 1:
+        yield f"model.rope.original_max_position_embeddings = {length}: must be at least 1"
 
 
 def _profiling(config: JobConfig) -> Iterator[str]:
@@ -244,15 +177,11 @@ def _seed(config: JobConfig) -> Iterator[str]:
 
 _RULES: tuple[Callable[[JobConfig], Iterator[str]], ...] = (
     _minimum,
-    _row_length,
     _ulysses_degree,
     _strategy,
-    _kernel_dtype,
     _schedule,
     _optimizer,
     _rope,
-    _dataset,
-    _tokenizer,
     _profiling,
     _checkpoint,
     _folders,

@@ -33,7 +33,8 @@ class Llama3Scaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        if not self.high_freq_factor > self.low_freq_factor > 0 or self.factor < 1:
+        ordered = self.high_freq_factor > self.low_freq_factor > 0
+        if not (ordered and self.factor >= 1):  # so that NaN is refused too
             raise ValueError(
                 "llama3 rope scaling needs factor >= 1 and high_freq_factor > low_freq_factor > 0, got "
                 f"factor={self.factor}, low_freq_factor={self.low_freq_factor}, "

@@ -13,7 +13,7 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ class Workers:
 
     ``shown_ranks`` are global. ``node_rank`` is needed by the "static" backend; with "c10d" ranks
     follow the order of the rendezvous, and a given node_rank only says which node holds its store
-    (0), for machines whose names don't tell.
+    (0), for machines whose names don't tell. ``environment``: variables for every worker, beside those
+    of this process.
     """
 
     nproc_per_node: int
@@ -49,6 +50,7 @@ class Workers:
     rdzv_id: str
     shown_ranks: frozenset[int]
     log_folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -61,10 +63,13 @@ class RankLogs(LogsSpecs):
     torch's own DefaultLogsSpecs knows only local ranks: on 2 x 8 GPUs LOG_RANK=9 would show nobody.
     """
 
-    def __init__(self, folder: Path, shown_ranks: frozenset[int]) -> None:
+    def __init__(
+        self, folder: Path, shown_ranks: frozenset[int], environment: Mapping[str, str]
+    ) -> None:
         super().__init__(log_dir=str(folder))
         self._folder = folder
         self._shown_ranks = shown_ranks
+        self._environment = environment
 
     @property
     def root_log_dir(self) -> str:
@@ -83,6 +88,7 @@ class RankLogs(LogsSpecs):
             destinations.error_files[local_rank] = error_file
             env["TORCHELASTIC_ERROR_FILE"] = error_file
             env["LOG_RANK"] = ",".join(map(str, sorted(self._shown_ranks)))
+            env.update(self._environment)
         return destinations
 
     def path(self, rank: int, stream: str) -> Path:
@@ -100,7 +106,7 @@ def run_workers(workers: Workers, command: Sequence[str]) -> int:
     0 when all ranks succeed. Otherwise the failed worker's own code, or 128 + n if signal n ended
     it or this process. Raises UserError when the nodes can't find each other.
     """
-    logs = RankLogs(workers.log_folder, workers.shown_ranks)
+    logs = RankLogs(workers.log_folder, workers.shown_ranks, workers.environment)
     for name in _SAID_IN_ONE_LINE:
         logging.getLogger(name).addFilter(_KeepQuiet())
     config = LaunchConfig(

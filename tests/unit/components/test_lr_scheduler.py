@@ -108,15 +108,3 @@ def test_more_training_steps_mean_the_longer_runs_schedule_from_the_resumed_step
 def test_total_steps_keeps_the_schedule_when_training_steps_change() -> None:
     config = LRScheduler(warmup_steps=2, total_steps=30)
     assert run(config, 20) == run(config, 30)[:20]
-
-
-def test_a_schedule_that_ends_before_training_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="torchtitan_lc"):
-        run(LRScheduler(warmup_steps=1, total_steps=3, min_lr_factor=0.25), 5)
-    assert "lr_scheduler.total_steps = 3 ends before training.steps = 5" in caplog.text
-
-
-def test_a_warm_up_that_fills_the_whole_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="torchtitan_lc"):
-        run(LRScheduler(warmup_steps=200), 5)
-    assert "lr_scheduler.warmup_steps = 200 is longer than the schedule of 5 steps" in caplog.text

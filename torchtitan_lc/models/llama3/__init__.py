@@ -87,7 +87,10 @@ def adjust(args: Llama3Args, config: JobConfig) -> Llama3Args:
             "set model.rope.type = 'llama3' too"
         )
     if changes and scaling is not None:
-        scaling = dataclasses.replace(scaling, **changes)
+        try:
+            scaling = dataclasses.replace(scaling, **changes)
+        except ValueError as error:
+            raise UserError(f"[model.rope]: {error}") from error
     theta = args.rope_theta if rope.theta is None else rope.theta
     return dataclasses.replace(args, rope_theta=theta, rope_scaling=scaling)
 

@@ -185,14 +185,15 @@ class Llama3Model(nn.Module):
         Normal with args.init_std, with three exceptions. Projections that write into the residual
         stream are scaled down by sqrt(2 L) (GPT-2), so that its variance does not grow with depth.
         The embedding starts at 1 (TorchTitan), so that the branches' first updates are small beside
-        the stream they are added to. The output matrix starts at 1 / sqrt(M), for logits of about 1;
-        a tied table is that matrix.
+        the stream they are added to. The output matrix starts at 1 / (4 sqrt(M)): logits of about
+        1/4, so that the first loss is that of a uniform guess. A tied table, being both, starts at
+        1 / sqrt(M).
         """
         residual = self.args.init_std / math.sqrt(2 * self.args.n_layers)
         tied = self.args.tie_embeddings
         special = {
             "tok_embeddings.weight": self.args.dim**-0.5 if tied else 1.0,
-            "head.output.weight": self.args.dim**-0.5,
+            "head.output.weight": self.args.dim**-0.5 / 4,
         }
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
