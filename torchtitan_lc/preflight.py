@@ -71,9 +71,7 @@ def attention_shape(config: JobConfig, args: Any) -> AttentionShape:
     )
 
 
-def check_job(
-    config: JobConfig, world_size: int, device_type: str, *, quiet: bool = False
-) -> None:
+def check_job(config: JobConfig, world_size: int, device_type: str, *, quiet: bool = False) -> None:
     """Raise UserError with every problem of the job, each once; log a warning for every key that has
     no effect here, unless ``quiet``."""
     problems = check(config, world_size) + _checkable(config, device_type)

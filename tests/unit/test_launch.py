@@ -1,5 +1,6 @@
 """The launcher: its arguments, and what it checks before any process is started."""
 
+import os
 import subprocess
 import sys
 import types
@@ -11,6 +12,7 @@ from torchtitan_lc import launch
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.tools import workers
 from torchtitan_lc.tools.errors import UserError
+from torchtitan_lc.tools.parent import LAUNCHER_PID
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +67,8 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Records the commands that `main` would start, on 2 CPU ranks with a job that passes."""
     started: list[list[str]] = []
 
-    def start(plan: object, command: list[str]) -> int:
+    def start(plan: workers.Workers, command: list[str]) -> int:
+        assert plan.environment == {LAUNCHER_PID: str(os.getpid())}, "as workers expect it"
         started.append(command)
         return 0
 

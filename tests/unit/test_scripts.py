@@ -183,3 +183,17 @@ def test_run_train_works_through_a_symlink(checkout: Path) -> None:
 def test_a_python_that_does_not_exist_is_named(checkout: Path) -> None:
     result = _run(checkout, PYTHON="/no/such/python")
     assert result.returncode != 0 and "PYTHON=/no/such/python is not a program" in result.stderr
+
+
+def test_the_test_suite_runs_one_thread_per_process_unless_the_user_says_otherwise(
+    checkout: Path,
+) -> None:
+    def run(**settings: str) -> list[str]:
+        result = run_script(checkout, checkout / "scripts/test", "-k", "launch", **settings)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    lines = run()
+    assert lines[:2] == ["-m", "pytest"] and "launch" in lines
+    assert "OMP_NUM_THREADS=1" in lines
+    assert "OMP_NUM_THREADS=5" in run(OMP_NUM_THREADS="5")

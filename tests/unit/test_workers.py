@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lc.tools import parent
 from torchtitan_lc.tools.workers import RankLogs, first_cause
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,13 @@ elif mode == "fail" and rank == "1":
     sys.exit(7)
 elif mode == "die" and rank == "0":
     os.kill(os.getpid(), signal.SIGKILL)
+elif mode == "orphan":
+    from torchtitan_lc.tools.parent import end_with_launcher, is_launched
+    assert is_launched()
+    end_with_launcher()
+    note(f"pid {os.getpid()}")
+    note("ready")
+    time.sleep(60)
 else:
     if mode == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,6 +66,7 @@ else:
 DRIVER = """
 import json, os, sys
 from pathlib import Path
+from torchtitan_lc.tools.parent import LAUNCHER_PID
 from torchtitan_lc.tools.workers import Workers, run_workers
 
 def run(folder, mode, shown, nnodes, node_rank, endpoint):
@@ -67,7 +76,7 @@ def run(folder, mode, shown, nnodes, node_rank, endpoint):
     workers = Workers(
         nproc_per_node=2 // nnodes, nnodes=nnodes, node_rank=node_rank, rdzv_backend="c10d",
         rdzv_endpoint=endpoint, rdzv_id="test", shown_ranks=frozenset(shown),
-        log_folder=Path(folder) / "logs",
+        log_folder=Path(folder) / "logs", environment={LAUNCHER_PID: str(os.getpid())},
     )
     code = run_workers(workers, ["../worker.py", mode, folder])
     sys.stderr.flush()
@@ -89,6 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
     "die": {},
     "wait": {},
     "stubborn": {},
+    "orphan": {},
     "node A": {"mode": "talk", "shown": [0, 1], "nnodes": 2, "node_rank": 1},
     "node B": {"mode": "talk", "shown": [0, 1], "nnodes": 2, "node_rank": 0},
 }
@@ -164,6 +174,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
     )
     try:
         _signal_when_ready(base / "wait", signal.SIGTERM)
+        _signal_when_ready(base / "orphan", signal.SIGKILL)
         for _ in range(2):  # an impatient Ctrl-C, Ctrl-C
             _signal_when_ready(base / "stubborn", signal.SIGINT)
             time.sleep(0.3)
@@ -226,6 +237,24 @@ def test_workers_that_ignore_signals_are_ended_even_after_a_second_interrupt(
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_workers_end_with_a_launcher_that_is_killed(launched: dict[str, Launched]) -> None:
+    run = launched["orphan"]
+    assert run.code == -signal.SIGKILL
+    assert len(run.pids()) == 2 and run.nobody_is_left()
+
+
+def test_only_a_child_of_the_launcher_is_one_of_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(parent.LAUNCHER_PID, raising=False)
+    assert not parent.is_launched()
+    monkeypatch.setenv(parent.LAUNCHER_PID, str(os.getpid()))  # inherited from a worker
+    assert not parent.is_launched()
+    monkeypatch.setenv(parent.LAUNCHER_PID, str(os.getppid()))
+    assert parent.is_launched()
+
+
 def test_two_nodes_meet_whichever_of_them_was_started_first(
     launched: dict[str, Launched],
 ) -> None:
@@ -259,6 +288,6 @@ def test_the_cause_is_the_rank_that_brought_the_others_down(
 
 def test_log_rank_means_global_ranks_on_every_node(tmp_path: Path) -> None:
     envs = {0: {"RANK": "8"}, 1: {"RANK": "9"}}
-    destinations = RankLogs(tmp_path / "logs", frozenset({9, 0})).reify(envs)
+    destinations = RankLogs(tmp_path / "logs", frozenset({9, 0}), {"MORE": "x"}).reify(envs)
     assert destinations.stderrs == {0: str(tmp_path / "logs/rank8.stderr.log"), 1: ""}
-    assert envs[1]["LOG_RANK"] == "0,9"
+    assert envs[1]["LOG_RANK"] == "0,9" and envs[0]["MORE"] == envs[1]["MORE"] == "x"

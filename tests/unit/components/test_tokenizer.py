@@ -261,6 +261,8 @@ def test_missing_or_broken_files_are_a_user_error_that_names_them(tmp_path):
 
     refused("hf", "", "hf_assets_path is empty")
     refused("auto", tmp_path / "absent", "absent, which does not exist")
+    (tmp_path / "file.json").touch()
+    refused("hf", tmp_path / "file.json", f"a file: give its folder, {tmp_path}")
     refused("auto", tmp_path, r"has no \*.model file and no tokenizer.json")
     refused("hf", tmp_path, "has no tokenizer.json")
     refused("tiktoken", tmp_path, r"has no \*.model file")

@@ -24,13 +24,13 @@ def config_with(**settings):
     return config
 
 
-def problems(world_size=1, device_type="cpu", **settings):
-    return check(config_with(**settings), world_size, device_type)
+def problems(world_size=1, **settings):
+    return check(config_with(**settings), world_size)
 
 
-def only(world_size=1, device_type="cpu", **settings):
+def only(world_size=1, **settings):
     """The text of the one problem that there must be."""
-    found = problems(world_size, device_type, **settings)
+    found = problems(world_size, **settings)
     assert len(found) == 1, found
     return found[0]
 
@@ -43,10 +43,9 @@ def degrees(replicate=1, shard=-1, cp=1):
     }
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_defaults_fit_any_number_of_ranks(device_type):
-    for world_size in (1, 2, 3, 8):
-        assert check(JobConfig(), world_size, device_type) == []
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_defaults_fit_any_number_of_ranks(world_size):
+    assert check(JobConfig(), world_size) == []
 
 
 @pytest.mark.parametrize(
@@ -85,21 +84,6 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(wanted, world_size, p
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("seq_len", "cp", "nearest"), [(63, 2, "62 or 64"), (64, 3, "63 or 66"), (3, 4, "fit: 4")]
-)
-def test_a_row_that_does_not_divide_names_length_degree_and_nearest(seq_len, cp, nearest):
-    text = only(cp, training__seq_len=seq_len, **degrees(cp=cp))
-    assert f"training.seq_len = {seq_len}" in text
-    assert f"context_parallel_degree = {cp}" in text
-    assert nearest in text
-
-
-def test_a_row_of_no_tokens_is_refused():
-    assert "training.seq_len = 0" in only(training__seq_len=0)
-    assert "training.seq_len = -8" in only(training__seq_len=-8)
-
-
 @pytest.mark.parametrize(("ulysses", "fits"), [(-1, True), (4, True), (2, False), (8, False)])
 def test_only_a_full_ulysses_degree_fits(ulysses, fits):
     settings = degrees(cp=4) | {"parallelism__context_parallel_ulysses_degree": ulysses}
@@ -130,31 +114,6 @@ def test_the_other_strategies_run_on_one_rank_too(strategy):
 def test_auto_is_local_on_one_rank_and_upipe_on_several(strategy, cp, resolved):
     config = config_with(attention__strategy=strategy, **degrees(cp=cp))
     assert resolve_strategy(config) == resolved
-
-
-@pytest.mark.parametrize(
-    ("kernel", "device_type", "fits"),
-    [
-        ("auto", "cpu", True),
-        ("math", "cpu", True),
-        ("math", "cuda", True),
-        ("cpu", "cpu", True),
-        ("cpu", "cuda", False),
-        ("cudnn", "cpu", False),
-        ("sdpa", "cpu", False),
-        ("fa4", "cpu", False),
-        ("fa4", "cuda", True),
-    ],
-)
-def test_a_kernel_needs_its_device(kernel, device_type, fits):
-    found = problems(1, device_type, attention__kernel=kernel)
-    assert (found == []) is fits
-    assert fits or f'attention.kernel = "{kernel}"' in found[0]
-
-
-def test_a_bfloat16_kernel_needs_bfloat16_computing():
-    settings = {"attention__kernel": "cudnn", "training__mixed_precision_param": "float32"}
-    assert "computes in bfloat16" in only(1, "cuda", **settings)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +163,6 @@ def test_sizes_are_at_least_zero(key):
         ("lr_scheduler.min_lr_factor", [0.0, 1.0], [-0.1, 1.1, math.nan]),
         ("lr_scheduler.total_steps", [None, 1], [0, -5]),
         ("model.rope.theta", [None, 1e6], [0.0, -1.0]),
-        ("model.rope.factor", [None, 1.0, 8.0], [0.5, math.nan]),
         ("model.rope.original_max_position_embeddings", [None, 8192], [0]),
         ("checkpoint.keep_latest_k", [0, 2], [1]),
         ("debug.seed", [0, 2**63 - 1], [2**63]),
@@ -218,39 +176,6 @@ def test_a_value_outside_its_range_is_named(key, good, bad):
         assert problems(**{name: value}) == []
     for value in bad:
         assert key in only(**{name: value})
-
-
-def test_rope_frequency_bounds_are_in_order():
-    for low, high in ((4.0, 1.0), (4.0, 4.0), (0.0, 4.0)):
-        text = only(model__rope__low_freq_factor=low, model__rope__high_freq_factor=high)
-        assert f"low_freq_factor = {low}" in text
-    assert problems(model__rope__low_freq_factor=1.0, model__rope__high_freq_factor=4.0) == []
-
-
-@pytest.mark.parametrize("dataset", ["text", "jsonl", "hf"])
-def test_a_dataset_of_files_needs_a_path(dataset):
-    text = only(training__dataset=dataset)
-    assert f'training.dataset = "{dataset}" needs training.dataset_path' in text
-
-
-def test_a_dataset_path_must_exist_unless_it_may_be_a_name(tmp_path):
-    missing = str(tmp_path / "missing")
-    for dataset in ("text", "jsonl"):
-        settings = {"training__dataset": dataset}
-        assert missing in only(training__dataset_path=missing, **settings)
-        assert problems(training__dataset_path=str(tmp_path), **settings) == []
-    assert problems(training__dataset="hf", training__dataset_path="owner/name") == []
-
-
-def test_tokenizer_files_need_their_folder(tmp_path):
-    for tokenizer in ("hf", "tiktoken"):
-        assert "needs model.hf_assets_path" in only(model__tokenizer=tokenizer)
-        settings = {"model__tokenizer": tokenizer, "model__hf_assets_path": str(tmp_path)}
-        assert problems(**settings) == []
-    assert "no such folder" in only(model__hf_assets_path=str(tmp_path / "missing"))
-    file = tmp_path / "tokenizer.model"
-    file.write_text("")
-    assert f'give its folder, "{tmp_path}"' in only(model__hf_assets_path=str(file))
 
 
 def test_a_trace_needs_room_in_its_period():
@@ -276,12 +201,10 @@ def test_a_step_below_zero_is_no_step():
 def test_all_failures_are_reported_together():
     found = problems(
         4,
-        training__seq_len=63,
+        training__seq_len=0,
         training__steps=0,
         checkpoint__keep_latest_k=1,
         attention__strategy="local",
-        attention__kernel="fa4",
-        training__dataset="text",
         **degrees(replicate=3, cp=2),
     )
-    assert len(found) == 7
+    assert len(found) == len(set(found)) == 5

@@ -142,6 +142,13 @@ def test_a_scaling_factor_for_a_model_without_scaling_is_refused() -> None:
         adjust(FLAVORS["debugmodel"], config)
 
 
+def test_scaling_that_does_not_fit_the_flavors_own_numbers_is_refused_with_the_section() -> None:
+    config = JobConfig()
+    config.model.rope.low_freq_factor = 5.0  # the flavor's high_freq_factor is 4
+    with pytest.raises(UserError, match=r"\[model\.rope\].*low_freq_factor=5\.0, high_.*=4\.0"):
+        adjust(FLAVORS["8B"], config)
+
+
 def test_an_unknown_model_and_an_unknown_flavor_name_those_that_exist() -> None:
     with pytest.raises(UserError, match="llama3"):
         get_model("lama3")

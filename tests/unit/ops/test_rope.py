@@ -81,5 +81,9 @@ def test_there_is_no_table_that_a_longer_row_could_outgrow() -> None:
 
 
 def test_senseless_scaling_is_refused_with_its_numbers() -> None:
-    with pytest.raises(ValueError, match=r"low_freq_factor=4"):
-        Llama3Scaling(low_freq_factor=4.0, high_freq_factor=1.0)
+    for low, high in ((4.0, 1.0), (4.0, 4.0), (0.0, 4.0), (math.nan, 4.0)):
+        with pytest.raises(ValueError, match=rf"low_freq_factor={low}, high_freq_factor={high}"):
+            Llama3Scaling(low_freq_factor=low, high_freq_factor=high)
+    for factor in (0.5, math.nan):
+        with pytest.raises(ValueError, match=f"got factor={factor}"):
+            Llama3Scaling(factor=factor)
