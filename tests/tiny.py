@@ -53,6 +53,7 @@ def tiny_config(settings: dict[str, Any] | None = None) -> JobConfig:
         "tiling.projection_tokens": 13,
         "tiling.mlp_tokens": 7,
         "tiling.loss_tokens": 11,
+        "attention.self_check": False,
     }
     config = JobConfig()
     for key, value in {**defaults, **(settings or {})}.items():

@@ -88,7 +88,7 @@ def preflight(config: JobConfig, args: argparse.Namespace) -> str:
     world_size = args.nproc_per_node * args.nnodes
     check_processes(args.nproc_per_node, device, torch.cuda.device_count())
     check_shown_ranks(args.log_rank, world_size)
-    check_job(config, world_size, device)
+    check_job(config, world_size, device, ranks_per_node=args.nproc_per_node)
     return device
 
 

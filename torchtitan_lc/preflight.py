@@ -8,6 +8,7 @@ checkpoint).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchtitan_lc.attention.base import AttentionShape, Strategy
+from torchtitan_lc.attention.base import AttentionShape, Peers
 from torchtitan_lc.attention.kernels import KernelChoice, Math, choose_kernel
-from torchtitan_lc.attention.strategies import make_strategy
+from torchtitan_lc.attention.strategies import best_ulysses_degree, make_strategy
 from torchtitan_lc.components.checkpoint_folders import choose_start
 from torchtitan_lc.components.checkpoint_reading import misfit
 from torchtitan_lc.components.data import check_dataset
@@ -54,6 +55,7 @@ def job_kernel(config: JobConfig, args: Any, device_type: str) -> KernelChoice:
         device_type=device_type,
         dtype=compute_dtype(config),
         head_dim=args.head_dim,
+        packed=config.training.isolate_documents,
     )
 
 
@@ -67,14 +69,36 @@ def attention_shape(config: JobConfig, args: Any) -> AttentionShape:
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
         head_dim=args.head_dim,
-        seq_len=config.training.seq_len,
     )
 
 
-def check_job(config: JobConfig, world_size: int, device_type: str, *, quiet: bool = False) -> None:
+def ulysses_degree(config: JobConfig, args: Any, ranks_per_node: int | None = None) -> int:
+    """Ranks that exchange heads; context_parallel_degree divided by it go round a ring.
+
+    ranks_per_node: of this job; None takes what the launcher said to this worker.
+    """
+    cp = config.parallelism.context_parallel_degree
+    degree = config.parallelism.context_parallel_ulysses_degree
+    if degree != -1:
+        return degree
+    if resolve_strategy(config) == "ring":
+        return 1
+    if ranks_per_node is None:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", cp))
+    return best_ulysses_degree(cp, args.n_heads, args.n_kv_heads, ranks_per_node)
+
+
+def check_job(
+    config: JobConfig,
+    world_size: int,
+    device_type: str,
+    *,
+    ranks_per_node: int | None = None,
+    quiet: bool = False,
+) -> None:
     """Raise UserError with every problem of the job, each once; log a warning for every key that has
     no effect here, unless ``quiet``."""
-    problems = check(config, world_size) + _checkable(config, device_type)
+    problems = check(config, world_size) + _checkable(config, device_type, ranks_per_node)
     if problems:
         # A strategy's own check may include its layout's: equal texts are one problem.
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -82,7 +106,9 @@ def check_job(config: JobConfig, world_size: int, device_type: str, *, quiet: bo
         logger.warning(message)
 
 
-def _checkable(config: JobConfig, device_type: str) -> list[str]:
+def _checkable(
+    config: JobConfig, device_type: str, ranks_per_node: int | None
+) -> list[str]:
     """What the parts of the job say when they are asked, each independently of the others."""
     problems: list[str] = []
 
@@ -97,13 +123,9 @@ def _checkable(config: JobConfig, device_type: str) -> list[str]:
     tokenizer = collect(
         lambda: build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
     )
-    strategy = _strategy(config)
-    if strategy is not None:
-        collect(lambda: strategy.layout.check(config.training.seq_len))
     if model is not None:
         collect(lambda: job_kernel(config, model.args, device_type))
-        if strategy is not None:
-            collect(lambda: strategy.check(attention_shape(config, model.args)))
+        collect(lambda: _check_strategy(config, model.args, ranks_per_node))
         if tokenizer is not None:
             collect(lambda: _check_vocabulary(tokenizer, model))
     collect(lambda: check_dataset(config.training))
@@ -114,15 +136,25 @@ def _checkable(config: JobConfig, device_type: str) -> list[str]:
     return problems
 
 
-def _strategy(config: JobConfig) -> Strategy | None:
-    """The strategy, to be asked what it can do; None where config/validate.py refuses the numbers
-    that it is made of."""
-    name, ranks = resolve_strategy(config), config.parallelism.context_parallel_degree
-    heads_per_stage = config.attention.heads_per_stage
-    if min(ranks, heads_per_stage, config.training.seq_len) < 1 or (name == "local" and ranks > 1):
-        return None
-    # Of the kernel nothing is asked here: any will do.
-    return make_strategy(name, Math(), ranks=ranks, heads_per_stage=heads_per_stage)
+def _check_strategy(config: JobConfig, args: Any, ranks_per_node: int | None) -> None:
+    """ValueError when the strategy cannot do this model on these ranks; silent about numbers that
+    config/validate.py refuses."""
+    ranks, heads_per_stage = (
+        config.parallelism.context_parallel_degree,
+        config.attention.heads_per_stage,
+    )
+    ulysses = config.parallelism.context_parallel_ulysses_degree
+    if min(ranks, heads_per_stage) < 1 or ulysses == 0 or (ulysses > 0 and ranks % ulysses):
+        return
+    ulysses = ulysses_degree(config, args, ranks_per_node)
+    strategy = make_strategy(
+        resolve_strategy(config),
+        Math(),  # of the kernel nothing is asked here: any will do
+        ulysses=Peers(ulysses),
+        ring=Peers(ranks // ulysses),
+        heads_per_stage=heads_per_stage,
+    )
+    strategy.check(attention_shape(config, args))
 
 
 def _check_fits(config: JobConfig, model: JobModel, path: Path) -> None:
@@ -133,7 +165,7 @@ def _check_fits(config: JobConfig, model: JobModel, path: Path) -> None:
         module = model.spec.build(model.args)
     shapes = {f"model.{name}": tuple(p.shape) for name, p in module.named_parameters()}
     name = identity(model.spec, config.model.flavor, model.args)
-    problem = misfit(path, shapes, name)
+    problem = misfit(path, ["model"], shapes, name)
     if problem:
         raise UserError(problem)
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.strategies import make_strategy
 from torchtitan_lc.components.checkpoint import CheckpointManager
 from torchtitan_lc.components.data import build_loader
@@ -36,7 +37,8 @@ from torchtitan_lc.distributed.reduce import clip_gradients, max_over_ranks, sum
 from torchtitan_lc.distributed.setup import set_timeouts
 from torchtitan_lc.models.spec import Model, identity
 from torchtitan_lc.ops.loss import IGNORE_INDEX
-from torchtitan_lc.preflight import attention_shape, job_kernel, job_model
+from torchtitan_lc.preflight import attention_shape, job_kernel, job_model, ulysses_degree
+from torchtitan_lc.self_check import self_check
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.hardware import (
     describe_device,
@@ -63,6 +65,20 @@ class TrainState:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """tokens, positions, labels [b, T] int64 of this rank; documents of the whole rows."""
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    documents: Documents | None
+
+    def to(self, device: torch.device) -> Batch:
+        tensors = (self.tokens, self.positions, self.labels)
+        return Batch(*(x.to(device, non_blocking=True) for x in tensors), self.documents)
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Of one optimizer step, before it is logged: tensors stay on the device, so that no step waits
     for its numbers. loss_sum, n_labels: this rank's share. grad_norm: global, before clipping."""
@@ -82,10 +98,11 @@ class Trainer:
     def __init__(self, config: JobConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.dims = ParallelDims(*resolve_degrees(config, self.world_size))
-        self.meshes: Meshes = self.dims.build(device.type)
         self.model_name = job_model(config)
         args = self.model_name.args
+        ulysses = ulysses_degree(config, args)
+        self.dims = ParallelDims(*resolve_degrees(config, self.world_size), ulysses)
+        self.meshes: Meshes = self.dims.build(device.type)
 
         # Rows: this data-parallel rank owns a fixed set of lanes of the global batch, micro-batch
         # after micro-batch; every context-parallel rank of the group reads the same rows.
@@ -94,21 +111,36 @@ class Trainer:
         first = self.dims.dp_rank(self.rank) * rows
         self.lanes = list(range(first, first + rows))
         self.rows_per_step = rows * self.dims.dp
-        tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
-        self.loader = build_loader(config.training, tokenizer, self.lanes, self.rows_per_step)
-
         kernel = job_kernel(config, args, device.type)
         self.strategy = make_strategy(
             resolve_strategy(config),
             kernel.kernel,
-            ranks=self.dims.cp,
-            rank=self.dims.cp_rank(self.rank),
-            group=self.meshes.cp_group if self.dims.cp > 1 else None,
+            ulysses=self.dims.peers(self.meshes, "ulysses"),
+            ring=self.dims.peers(self.meshes, "ring"),
             heads_per_stage=config.attention.heads_per_stage,
             tile_tokens=config.tiling.projection_tokens,
         )
+        tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
+        self.loader = build_loader(
+            config.training,
+            tokenizer,
+            self.lanes,
+            self.rows_per_step,
+            multiple=self.strategy.layout.multiple,
+        )
         self.shape = attention_shape(config, args)
         self.strategy.check(self.shape)
+        if config.attention.self_check and self.dims.cp > 1:
+            self_check(
+                config,
+                self.model_name.spec,
+                args,
+                self.strategy,
+                kernel.kernel,
+                self.dims,
+                self.meshes,
+                device,
+            )
 
         self.module = self._build_model()
         self.model = cast(Model, self.module)
@@ -178,14 +210,14 @@ class Trainer:
     def train_step(self, metrics: MetricsProcessor) -> StepResult:
         """One optimizer step over the global batch."""
         batches = [self._next_batch(i, metrics) for i in range(self.accumulation)]
-        n_labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
+        n_labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
         # Counted and summed on the host, so that no rank waits for its device here.
         n_labels_global = int(sum_over_ranks(torch.tensor(n_labels)))
 
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         while batches:
-            batch = {k: x.to(self.device, non_blocking=True) for k, x in batches.pop(0).items()}
-            loss = self.model(batch["tokens"], batch["positions"], batch["labels"])
+            batch = batches.pop(0).to(self.device)
+            loss = self.model(batch.tokens, batch.positions, batch.labels, batch.documents)
             del batch
             (loss / max(n_labels_global, 1)).backward()
             loss_sum += loss.detach()
@@ -203,13 +235,15 @@ class Trainer:
         self.state.n_tokens_seen += self.rows_per_step * self.config.training.seq_len
         return StepResult(loss_sum, n_labels, n_labels_global, grad_norm)
 
-    def _next_batch(self, index: int, metrics: MetricsProcessor) -> dict[str, Tensor]:
+    def _next_batch(self, index: int, metrics: MetricsProcessor) -> Batch:
         """This rank's part of the rows of micro-batch ``index``, on the host."""
         began = time.perf_counter()
         size = self.config.training.local_batch_size
         rows = self.loader.next_batch(self.lanes[index * size : (index + 1) * size])
-        metrics.add(rows["labels"].numel(), time.perf_counter() - began)
-        return self.strategy.layout.shard(rows, self.dims.cp_rank(self.rank))
+        metrics.add(size * self.config.training.seq_len, time.perf_counter() - began)
+        documents = Documents.from_positions(rows["positions"])
+        shard = self.strategy.layout.shard(rows, self.dims.cp_rank(self.rank))
+        return Batch(shard["tokens"], shard["positions"], shard["labels"], documents)
 
     # -- saying what happens
 
@@ -300,11 +334,7 @@ class Trainer:
     def _shorten_timeouts(self) -> None:
         """After the first step, which compiles and opens connections, a rank that hangs is noticed
         sooner."""
-        groups = [dist.group.WORLD, self.meshes.cp_group]
-        groups += [self.meshes.data.get_group("dp")]
-        names = self.meshes.fsdp.mesh_dim_names or ()
-        groups += [self.meshes.fsdp.get_group(name) for name in names]
-        set_timeouts([g for g in groups if g], self.config.comm.train_timeout_seconds)
+        set_timeouts(self.meshes.groups(), self.config.comm.train_timeout_seconds)
 
     def _freeze_garbage(self) -> None:
         """Collect on all ranks at the same steps: a collection at a moment of its own stalls the

@@ -121,7 +121,7 @@ def test_collectives_per_step_are_the_same_on_all_ranks_and_do_not_grow_with_til
 
 def _constant_gradients(rank: int, world_size: int) -> None:
     layer = nn.Linear(1, 4, bias=False)
-    mesh = ParallelDims(1, world_size, 1).build("cpu").fsdp
+    mesh = ParallelDims(1, world_size, 1, 1).build("cpu").fsdp
     fully_shard(layer, mesh=mesh)
     sum_gradients([layer])
     layer(torch.tensor([[float(rank + 1)]])).sum().backward()
@@ -217,7 +217,7 @@ def _norms(rank: int, world_size: int) -> None:
     for replicate, shard in [(1, world_size), (2, world_size // 2), (world_size, 1)]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
-        mesh = ParallelDims(replicate, shard, 1).build("cpu").fsdp
+        mesh = ParallelDims(replicate, shard, 1, 1).build("cpu").fsdp
         for unit in (model[0], model[1]):
             fully_shard(unit, mesh=mesh)  # the norm stays whole on every rank
         sum_gradients(model)
@@ -238,7 +238,7 @@ def test_the_gradient_norm_is_that_of_the_unsharded_gradient_on_any_mesh() -> No
 
 
 def _scalars(rank: int, world_size: int) -> None:
-    mesh = ParallelDims(1, world_size, 1).build("cpu").fsdp
+    mesh = ParallelDims(1, world_size, 1, 1).build("cpu").fsdp
     value = torch.tensor(float(rank + 1))
     total = world_size * (world_size + 1) / 2
     assert sum_over_ranks(value) == total

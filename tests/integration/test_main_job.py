@@ -92,6 +92,16 @@ def test_running_again_says_complete_and_more_steps_resume(job: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 4, 6]
 
 
+def test_an_old_name_and_a_key_without_effect_are_each_said_once(job: Path) -> None:
+    flags = ["--training.batch_size=1", "--compile.backend=eager", "--training.steps=6"]
+    done = run_train(*QUICK, f"--job.dump_folder={job}", *flags)
+    assert done.returncode == 0, done.stderr
+    logs = [path.read_text() for path in (job / "logs").rglob("*.log")]
+    text = "\n".join([done.stdout, done.stderr, *logs])
+    assert text.count("is now called training.local_batch_size") == 1, text
+    assert text.count("compile.backend = eager has no effect") == 1, text
+
+
 def test_a_half_written_newest_checkpoint_is_passed_over_and_said(job: Path) -> None:
     half = job / "checkpoint" / "step-99"
     half.mkdir()

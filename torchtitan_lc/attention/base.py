@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.layout import Layout
 
 
@@ -62,13 +64,25 @@ class Projections:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """Ranks that work together on a row: how many, which one this is, and their process group (None
+    for a single rank, or where a strategy is only asked what it can do)."""
+
+    ranks: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+ALONE = Peers()
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """Whole numbers that decide whether a strategy can do a job."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    seq_len: int
 
 
 class Strategy(Protocol):
@@ -81,11 +95,17 @@ class Strategy(Protocol):
         """Raise ValueError, with every number and the fix, when the strategy cannot do ``shape``.
         Needs no process group."""
 
-    def attend(self, h: Tensor, positions: Tensor, projections: Projections) -> Tensor:
+    def attend(
+        self,
+        h: Tensor,
+        positions: Tensor,
+        projections: Projections,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """h + output(attention(query, key, value of norm(h))): [B, T, M] -> [B, T, M].
 
-        positions [B, T] int64 of this rank's tokens. Collective over the strategy's ranks, forward and
-        backward.
+        positions [B, T] int64 of this rank's tokens. documents: those of the whole rows, the same on all
+        ranks; None where every row is one. Collective over the strategy's ranks, forward and backward.
         """
 
     def describe(self, shape: AttentionShape) -> str:

@@ -34,7 +34,9 @@ class Documents:
         for row in positions:
             starts = (row == 0).nonzero().flatten().tolist()
             if not starts or starts[0] != 0:
-                raise ValueError("a row must begin with position 0: its first token starts a document")
+                raise ValueError(
+                    "a row must begin with position 0: its first token starts a document"
+                )
             rows.append((*starts, length))
         if all(len(row) == 2 for row in rows):
             return None
@@ -56,9 +58,7 @@ class Documents:
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """[number of documents + 1] int32: boundaries over the rows laid end to end (B*S tokens)."""
         if device not in self._on_device:
-            starts = [
-                row * self.seq_len + b for row, bs in enumerate(self.bounds) for b in bs[:-1]
-            ]
+            starts = [row * self.seq_len + b for row, bs in enumerate(self.bounds) for b in bs[:-1]]
             total = self.rows * self.seq_len
             host = torch.tensor([*starts, total], dtype=torch.int32)
             self._on_device[device] = host.to(device, non_blocking=True)

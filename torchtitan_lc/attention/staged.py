@@ -21,14 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lc.attention.base import AttentionShape, Projection, Projections
+from torchtitan_lc.attention.base import ALONE, AttentionShape, Peers, Projection, Projections
 from torchtitan_lc.attention.comm import HeadExchange
+from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage, plan_heads, runs
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.layout import Layout
+from torchtitan_lc.attention.ring import Ring
 from torchtitan_lc.ops.recompute import tape_to_record, tape_to_replay
 from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tile_slices, vjp
 
@@ -36,9 +37,9 @@ from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tile_slices, vjp
 class StagedStrategy:
     """Common part of local, ulysses and upipe.
 
-    group: ranks that exchange heads (None with one rank); ``rank`` and ``ranks`` are this process's
-    index in it and its size. heads_per_stage: query heads per rank and stage, None for all at once.
-    tile_tokens: tokens projected at once (0: all).
+    ulysses: the ranks that exchange heads. ring: those that pass K and V round, around the kernel
+    (ring.py). heads_per_stage: query heads per rank and stage, None for all at once. tile_tokens:
+    tokens projected at once (0: all).
     """
 
     name = "staged"
@@ -47,24 +48,24 @@ class StagedStrategy:
         self,
         kernel: Kernel,
         *,
-        ranks: int = 1,
-        rank: int = 0,
-        group: dist.ProcessGroup | None = None,
+        ulysses: Peers = ALONE,
+        ring: Peers = ALONE,
         heads_per_stage: int | None = None,
         tile_tokens: int = 0,
     ) -> None:
         self.kernel = kernel
-        self.ranks, self.rank, self.group = ranks, rank, group
+        if ring.ranks > 1:
+            self.kernel = Ring(kernel, ranks=ring.ranks, rank=ring.rank, group=ring.group)
+        self.ranks, self.rank, self.group = ulysses.ranks, ulysses.rank, ulysses.group
         self.heads_per_stage = heads_per_stage
         self.tile_tokens = tile_tokens
-        self.layout = Layout(ranks)
+        self.layout = Layout(ulysses.ranks, ring.ranks)
 
     def plan(self, n_heads: int, n_kv_heads: int) -> HeadPlan:
         return plan_heads(n_heads, n_kv_heads, self.ranks, self.heads_per_stage)
 
     def check(self, shape: AttentionShape) -> None:
         self.plan(shape.n_heads, shape.n_kv_heads)
-        self.layout.check(shape.seq_len)
 
     def describe(self, shape: AttentionShape) -> str:
         plan = self.plan(shape.n_heads, shape.n_kv_heads)
@@ -76,9 +77,17 @@ class StagedStrategy:
         )
         if plan.idle_slots:
             text += f", {plan.idle_slots} of {plan.slots} slots idle"
+        if self.layout.ring > 1:
+            text += f", inside a ring of {self.layout.ring} (zigzag)"
         return text
 
-    def attend(self, h: Tensor, positions: Tensor, projections: Projections) -> Tensor:
+    def attend(
+        self,
+        h: Tensor,
+        positions: Tensor,
+        projections: Projections,
+        documents: Documents | None = None,
+    ) -> Tensor:
         weights = [
             w.tensor
             for part in (
@@ -89,7 +98,7 @@ class StagedStrategy:
             )
             for w in part.weights
         ]
-        return _AttentionHalf.apply(self, projections, h, positions, *weights)
+        return _AttentionHalf.apply(self, projections, documents, h, positions, *weights)
 
 
 class _AttentionHalf(torch.autograd.Function):
@@ -100,13 +109,14 @@ class _AttentionHalf(torch.autograd.Function):
         ctx: Any,
         strategy: StagedStrategy,
         projections: Projections,
+        documents: Documents | None,
         h: Tensor,
         positions: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.strategy, ctx.projections = strategy, projections
+        ctx.of = (strategy, projections, documents)
         ctx.n_weights = len(weights)
-        half = _Half(strategy, projections, h, positions, weights)
+        half = _Half(*ctx.of, h, positions, weights)
         h1, kept = half.forward()
         ctx.save_for_backward(h, positions, *weights, *kept)
         return h1
@@ -115,9 +125,9 @@ class _AttentionHalf(torch.autograd.Function):
     def backward(ctx: Any, dh1: Tensor) -> tuple[Tensor | None, ...]:
         h, positions, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.n_weights], rest[ctx.n_weights :]
-        half = _Half(ctx.strategy, ctx.projections, h, positions, weights)
-        dh, dweights = half.backward(dh1.contiguous(), kept, ctx.needs_input_grad[4:])
-        return (None, None, dh, None, *dweights)
+        half = _Half(*ctx.of, h, positions, weights)
+        dh, dweights = half.backward(dh1.contiguous(), kept, ctx.needs_input_grad[5:])
+        return (None, None, None, dh, None, *dweights)
 
 
 class _Bound:
@@ -185,11 +195,13 @@ class _Half:
         self,
         strategy: StagedStrategy,
         projections: Projections,
+        documents: Documents | None,
         h: Tensor,
         positions: Tensor,
         weights: Sequence[Tensor],
     ) -> None:
         p = projections
+        self.mask = {"causal": p.causal, "scale": p.scale, "documents": documents}
         self.s, self.p, self.h, self.positions = strategy, projections, h, positions
         self.plan = strategy.plan(p.n_heads, p.n_kv_heads)
         left = list(weights)
@@ -232,9 +244,7 @@ class _Half:
             for segment in stage.segments[self.s.rank]:
                 k, v = (x[:, :, segment.kv_start : segment.kv_stop] for x in held[segment.arrival])
                 q_part = q[:, :, segment.q_start : segment.q_stop]
-                out, lse = self.s.kernel.forward(
-                    q_part, k, v, causal=self.p.causal, scale=self.p.scale
-                )
+                out, lse = self.s.kernel.forward(q_part, k, v, **self.mask)
                 outs.append(out)
                 lses.append(lse)
             out = _join(outs, dim=2, empty=q)
@@ -297,8 +307,7 @@ class _Half:
                 v,
                 out[:, :, heads],
                 lse[:, heads].contiguous(),
-                causal=self.p.causal,
-                scale=self.p.scale,
+                **self.mask,
             )
             dqs.append(dq)
             for total, part in zip(dheld[seg.arrival], (dk, dv), strict=True):

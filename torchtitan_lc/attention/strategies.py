@@ -1,12 +1,12 @@
-"""The strategies by name. A strategy's place among its ranks is passed in: without a group it can be
+"""The strategies by name. A strategy's place among its ranks is passed in: without groups it can be
 asked what it can do, not run over several ranks."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from torchtitan_lc.attention.base import ALONE, Peers
+from torchtitan_lc.attention.heads import plan_heads
 from torchtitan_lc.attention.kernels import Kernel
-from torchtitan_lc.attention.local import Local
+from torchtitan_lc.attention.local import Local, RingOnly
 from torchtitan_lc.attention.staged import StagedStrategy
 from torchtitan_lc.attention.ulysses import Ulysses
 from torchtitan_lc.attention.upipe import UPipe
@@ -16,26 +16,50 @@ def make_strategy(
     name: str,
     kernel: Kernel,
     *,
-    ranks: int,
-    rank: int = 0,
-    group: dist.ProcessGroup | None = None,
+    ulysses: Peers = ALONE,
+    ring: Peers = ALONE,
     heads_per_stage: int = 1,
     tile_tokens: int = 0,
 ) -> StagedStrategy:
-    """Raises ValueError for a name that is no strategy, and for `local` over several ranks."""
+    """Raises ValueError for a name that is no strategy, and for ranks that the strategy cannot use."""
     if name == "local":
-        if ranks > 1:
-            raise ValueError(f"attention.strategy = 'local' cannot spread a row over {ranks} ranks")
+        if ulysses.ranks * ring.ranks > 1:
+            raise ValueError(
+                "attention.strategy = 'local' cannot spread a row over "
+                f"{ulysses.ranks * ring.ranks} ranks: choose ulysses, upipe or ring"
+            )
         return Local(kernel, tile_tokens=tile_tokens)
+    if name == "ring":
+        if ulysses.ranks > 1:
+            raise ValueError(
+                f"attention.strategy = 'ring' exchanges no heads, but the Ulysses degree is "
+                f"{ulysses.ranks}: choose ulysses (USP) or upipe, or set "
+                "parallelism.context_parallel_ulysses_degree to 1"
+            )
+        return RingOnly(kernel, ring=ring, tile_tokens=tile_tokens)
     if name == "ulysses":
-        return Ulysses(kernel, ranks=ranks, rank=rank, group=group, tile_tokens=tile_tokens)
+        return Ulysses(kernel, ulysses=ulysses, ring=ring, tile_tokens=tile_tokens)
     if name == "upipe":
         return UPipe(
             kernel,
-            ranks=ranks,
-            rank=rank,
-            group=group,
+            ulysses=ulysses,
+            ring=ring,
             heads_per_stage=heads_per_stage,
             tile_tokens=tile_tokens,
         )
-    raise ValueError(f"attention.strategy = {name!r} is none of: local, ulysses, upipe")
+    raise ValueError(f"attention.strategy = {name!r} is none of: local, ulysses, upipe, ring")
+
+
+def best_ulysses_degree(cp: int, n_heads: int, n_kv_heads: int, ranks_per_node: int) -> int:
+    """The largest Ulysses degree that divides ``cp``, stays inside a node and wastes little.
+
+    Exchanging heads moves less than passing K and V round, so the degree is as large as heads allow;
+    but an idle slot costs its share of all attention time, so at most one in sixteen may be idle.
+    """
+    for degree in range(min(cp, n_heads, ranks_per_node), 1, -1):
+        if cp % degree:
+            continue
+        plan = plan_heads(n_heads, n_kv_heads, degree, 1)
+        if 16 * plan.idle_slots <= plan.slots:
+            return degree
+    return 1

@@ -4,29 +4,23 @@
     one exchange         each rank holds all S tokens of its own H/U heads, and attends alone
     one exchange back    T tokens of all heads
 
-Fastest where memory allows: q, k, v and out of all of a rank's heads are alive at once.
+Fastest where memory allows: q, k, v and out of all of a rank's heads are alive at once. Around a ring
+it is USP (Fang and Zhao, arXiv 2405.07719): heads are exchanged among neighbours, K and V go round.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from torchtitan_lc.attention.base import ALONE, Peers
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.staged import StagedStrategy
 
 
 class Ulysses(StagedStrategy):
-    """``group`` exchanges heads; every rank works on all of its heads in a single stage."""
+    """Every rank works on all of its heads in a single stage."""
 
     name = "ulysses"
 
     def __init__(
-        self,
-        kernel: Kernel,
-        *,
-        ranks: int,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        tile_tokens: int = 0,
+        self, kernel: Kernel, *, ulysses: Peers, ring: Peers = ALONE, tile_tokens: int = 0
     ) -> None:
-        super().__init__(kernel, ranks=ranks, rank=rank, group=group, tile_tokens=tile_tokens)
+        super().__init__(kernel, ulysses=ulysses, ring=ring, tile_tokens=tile_tokens)

@@ -11,8 +11,7 @@ changes its order.
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
+from torchtitan_lc.attention.base import ALONE, Peers
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.staged import StagedStrategy
 
@@ -26,17 +25,15 @@ class UPipe(StagedStrategy):
         self,
         kernel: Kernel,
         *,
-        ranks: int,
-        rank: int,
-        group: dist.ProcessGroup | None,
+        ulysses: Peers,
+        ring: Peers = ALONE,
         heads_per_stage: int,
         tile_tokens: int = 0,
     ) -> None:
         super().__init__(
             kernel,
-            ranks=ranks,
-            rank=rank,
-            group=group,
+            ulysses=ulysses,
+            ring=ring,
             heads_per_stage=heads_per_stage,
             tile_tokens=tile_tokens,
         )

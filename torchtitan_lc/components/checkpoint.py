@@ -129,7 +129,7 @@ class CheckpointManager:
         parts: list[str] = ["model"] if start.model_only else list(folders.PARTS)
         parts = [part for part in parts if part not in self.config.exclude_from_loading]
         tensors = self._tensors(parts)
-        from_rank_zero(lambda: self._check_fits(path, tensors), self._group)
+        from_rank_zero(lambda: self._check_fits(path, parts, tensors), self._group)
         state = tensors | dict.fromkeys(self._plain_keys(path, parts))
         reading.read_into(state, path, self._group)
         self._apply(parts, state)
@@ -140,10 +140,11 @@ class CheckpointManager:
             logger.info(f"Loaded checkpoint {path} ({what}) in {seconds:.2f} s; step is {step}")
         return step
 
-    def _check_fits(self, path: Path, wanted: dict[str, Any]) -> None:
+    def _check_fits(self, path: Path, parts: list[str], wanted: dict[str, Any]) -> None:
         """Compare names and shapes with the checkpoint's description alone; no tensor is read."""
         shapes = {key: tuple(value.shape) for key, value in wanted.items()}
-        problem = reading.misfit(path, shapes, self.model_identity)
+        parts = [part for part in parts if part in ("model", "optimizer")]
+        problem = reading.misfit(path, parts, shapes, self.model_identity)
         if problem:
             raise UserError(problem)
         theirs = reading.read_identity(path)

@@ -49,13 +49,15 @@ def differences(saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, 
     return sorted(lines)
 
 
-def misfit(path: Path, wanted: dict[str, tuple[int, ...]], identity: dict[str, Any]) -> str | None:
+def misfit(
+    path: Path, parts: list[str], wanted: dict[str, tuple[int, ...]], identity: dict[str, Any]
+) -> str | None:
     """Why the checkpoint cannot fill ``wanted`` (key -> shape, keys as saved), None when it can.
 
-    Saved keys count where ``wanted`` has any of their kind ("model.", "optimizer."): a run that
-    takes the model alone does not miss the rest.
+    parts: which of "model" and "optimizer" are to be loaded; a run that takes the model alone does
+    not miss the rest. Not read off ``wanted``: plain SGD has no tensors, and would not miss AdamW's.
     """
-    kinds = tuple({f"{key.split('.')[0]}." for key in wanted})
+    kinds = tuple(f"{part}." for part in parts)
     saved = {k: shape for k, shape in saved_shapes(path).items() if k.startswith(kinds)}
     lines = differences(saved, wanted)
     if not lines:

@@ -22,14 +22,17 @@ Lanes loop over the data for ever, so no rank runs out of it before another.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from torchtitan_lc.components.documents import DocumentSource, build_documents, check_documents
 from torchtitan_lc.components.tokenizer import Tokenizer
+from torchtitan_lc.ops.loss import IGNORE_INDEX
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
 
@@ -43,6 +46,8 @@ class DataConfig(Protocol):
     def dataset_path(self) -> str: ...
     @property
     def seq_len(self) -> int: ...
+    @property
+    def isolate_documents(self) -> bool: ...
 
 
 class Position(NamedTuple):
@@ -54,12 +59,19 @@ class Position(NamedTuple):
     tokens: int = 0  # labels handed out; rows * seq_len as long as seq_len stays the same
 
 
+class Row(NamedTuple):
+    """S + 1 tokens, int32, and where in them a document begins (0 first, each below S)."""
+
+    tokens: npt.NDArray[np.int32]
+    starts: tuple[int, ...]
+
+
 class Lane:
     """One of the G streams of tokens; holds one tokenized document."""
 
     def __init__(self, source: DocumentSource, tokenizer: Tokenizer, start: int, step: int) -> None:
         self.position = Position(start, 0)
-        self.next_row: Future[tuple[npt.NDArray[np.int32], Position]] | None = None
+        self.next_row: Future[tuple[Row, Position]] | None = None
         self._source = source
         self._tokenizer = tokenizer
         self._step = step
@@ -67,8 +79,8 @@ class Lane:
         self._reader_at: int | None = None  # the document that the reader gives next
         self._held: tuple[int, npt.NDArray[np.int32]] | None = None
 
-    def read_row(self, position: Position, seq_len: int) -> tuple[npt.NDArray[np.int32], Position]:
-        """The row that begins at `position`, int32 [seq_len + 1], and the next row's position.
+    def read_row(self, position: Position, seq_len: int) -> tuple[Row, Position]:
+        """The row that begins at `position`, and the next row's position.
 
         The next row begins with the last token of this one. Raises UserError for a document
         that cannot be read, and if all documents of the lane are empty.
@@ -97,7 +109,9 @@ class Lane:
                     "empty: remove the empty documents from the data."
                 )
             n, offset = n + self._step, 0
-        row = np.concatenate(parts)
+        begins = accumulate((len(part) for part in parts[:-1]), initial=0)
+        starts = sorted({start for start in begins if start < seq_len})
+        row = Row(np.concatenate(parts), tuple(starts))
         end = offset + len(part) - 1
         return row, Position(n, end, position.rows + 1, position.tokens + seq_len)
 
@@ -130,7 +144,9 @@ class RowLoader:
     """Rows of the lanes that this rank owns; one thread prepares the next row of each lane.
 
     source, tokenizer: the same on every rank. seq_len: tokens per row. lanes: the lanes of this
-    rank, of 0..num_lanes-1. num_lanes: rows per optimizer step over all ranks.
+    rank, of 0..num_lanes-1. num_lanes: rows per optimizer step over all ranks. multiple: rows are
+    padded to a multiple of it; the padding is a document of its own without a live label.
+    isolate_documents: positions restart where a document begins; else they count through the row.
 
     The state is that of the rows handed out, never of those prepared ahead. An error of the thread
     is raised by the call that would have returned the row.
@@ -143,6 +159,9 @@ class RowLoader:
         seq_len: int,
         lanes: Sequence[int],
         num_lanes: int,
+        *,
+        multiple: int = 1,
+        isolate_documents: bool = True,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} must be at least 1 token")
@@ -150,6 +169,8 @@ class RowLoader:
             raise ValueError(f"lanes {list(lanes)} must be distinct numbers of 0..{num_lanes - 1}")
         self._source = source
         self._seq_len = seq_len
+        self._padding = -seq_len % multiple
+        self._isolate = isolate_documents
         self._num_lanes = num_lanes
         self._lanes = {j: Lane(source, tokenizer, start=j, step=num_lanes) for j in lanes}
         # One thread, so that sources and tokenizers need not be thread-safe.
@@ -162,17 +183,27 @@ class RowLoader:
         return min(lane.position.document for lane in self._lanes.values()) // count if count else 0
 
     def next_batch(self, lanes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The next row of each of `lanes`: tokens, labels and positions, int64 [len(lanes), S]."""
+        """The next row of each of `lanes`: tokens, labels and positions, int64 [len(lanes), S] and
+        the padding, if any, behind it."""
         unknown = set(lanes) - set(self._lanes)
         if unknown:
             raise ValueError(f"lanes {sorted(unknown)} are not of this rank: {list(self._lanes)}")
-        rows = torch.from_numpy(np.stack([self._take(j) for j in lanes]).astype(np.int64))
-        positions = torch.arange(self._seq_len).repeat(len(lanes), 1)
+        rows = [self._take(j) for j in lanes]
+        tokens = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64))
+        positions = torch.stack([self._positions(row.starts) for row in rows])
         return {
-            "tokens": rows[:, :-1].contiguous(),
-            "labels": rows[:, 1:].contiguous(),
+            "tokens": F.pad(tokens[:, :-1], (0, self._padding)).contiguous(),
+            "labels": F.pad(tokens[:, 1:], (0, self._padding), value=IGNORE_INDEX).contiguous(),
             "positions": positions,
         }
+
+    def _positions(self, starts: Sequence[int]) -> torch.Tensor:
+        """Positions [S + padding], from 0 at each document's start and at the padding's."""
+        begins = list(starts) if self._isolate else [0]
+        if self._padding:
+            begins.append(self._seq_len)
+        ends = [*begins[1:], self._seq_len + self._padding]
+        return torch.cat([torch.arange(b - a) for a, b in zip(begins, ends, strict=True)])
 
     def fingerprint(self) -> dict[str, Any]:
         """What the source was: its name and number of documents (0: not known yet)."""
@@ -216,7 +247,7 @@ class RowLoader:
         self._stop_preparing()
         self._thread.shutdown()
 
-    def _take(self, j: int) -> npt.NDArray[np.int32]:
+    def _take(self, j: int) -> Row:
         lane = self._lanes[j]
         future = lane.next_row or self._prepare(lane)
         lane.next_row = None
@@ -224,7 +255,7 @@ class RowLoader:
         lane.next_row = self._prepare(lane)
         return row
 
-    def _prepare(self, lane: Lane) -> Future[tuple[npt.NDArray[np.int32], Position]]:
+    def _prepare(self, lane: Lane) -> Future[tuple[Row, Position]]:
         return self._thread.submit(lane.read_row, lane.position, self._seq_len)
 
     def _stop_preparing(self) -> None:
@@ -247,11 +278,24 @@ class RowLoader:
 
 
 def build_loader(
-    training_config: DataConfig, tokenizer: Tokenizer, lanes: Sequence[int], num_lanes: int
+    training_config: DataConfig,
+    tokenizer: Tokenizer,
+    lanes: Sequence[int],
+    num_lanes: int,
+    *,
+    multiple: int = 1,
 ) -> RowLoader:
     """The loader of the section [training] for the lanes of this rank; UserError if no data."""
     source = build_documents(training_config.dataset, training_config.dataset_path)
-    return RowLoader(source, tokenizer, training_config.seq_len, lanes, num_lanes)
+    return RowLoader(
+        source,
+        tokenizer,
+        training_config.seq_len,
+        lanes,
+        num_lanes,
+        multiple=multiple,
+        isolate_documents=training_config.isolate_documents,
+    )
 
 
 def check_dataset(training_config: DataConfig) -> None:

@@ -162,8 +162,12 @@ class Training:
     """Rows per optimizer step over all ranks. Gradients accumulate over global / (local x
     data-parallel degree) micro-batches, which must be whole. -1: one micro-batch."""
     seq_len: TokenCount = 2048
-    """Tokens in a row, over all its ranks; a multiple of context_parallel_degree. Activation memory
-    grows in proportion, attention time with the square."""
+    """Tokens in a row, over all its ranks. Activation memory grows in proportion, attention time with
+    the square. Rows that the ranks cannot cut evenly are padded; padding is neither seen by other
+    tokens nor trained on."""
+    isolate_documents: bool = True
+    """Tokens of one document in a row do not see those of another, and positions restart with each.
+    false: a row is one document, whatever it was packed from."""
     max_norm: float = 1.0
     """Gradients are scaled down when their global norm exceeds this. `inf`: never."""
     steps: int = 10000
@@ -195,25 +199,32 @@ class Parallelism:
     context_parallel_degree: int = 1
     """Ranks that share each row. A rank holds seq_len / this tokens."""
     context_parallel_ulysses_degree: int = -1
-    """Of those ranks, how many exchange heads (Ulysses). -1: all. The rest would pass K and V in a
-    ring, which is not available yet, so any other value must equal context_parallel_degree."""
+    """Of those ranks, how many exchange heads (Ulysses); a divisor of context_parallel_degree. The
+    rest pass K and V round a ring, in zigzag. -1: as many as divide it, stay inside a node and
+    leave at most one head slot in sixteen idle; 1 under the strategy `ring`."""
 
 
 @dataclass
 class Attention:
     """How attention is spread over the ranks of a row, and which kernel computes it."""
 
-    strategy: Literal["auto", "local", "ulysses", "upipe"] = "auto"
+    strategy: Literal["auto", "local", "ulysses", "upipe", "ring"] = "auto"
     """`local`: a row lives on one rank; `ulysses`: one exchange of all heads, the most memory;
-    `upipe`: Untied Ulysses, a few heads at a time, the least memory. `auto`: local when
-    context_parallel_degree is 1, else upipe. All give the same function of the same weights."""
-    kernel: Literal["auto", "cpu", "cudnn", "sdpa", "fa4", "math"] = "auto"
-    """`fa4` (extra `fa4`, fastest on Hopper), `cudnn` and `sdpa` (in torch) need CUDA; `cpu` is
-    torch's flash kernel there; `math` runs anywhere, holds the full score matrix, and is for tests.
+    `upipe`: Untied Ulysses, a few heads at a time, the least memory; `ring`: no heads are
+    exchanged, K and V go round. With a context_parallel_ulysses_degree below the whole, ulysses
+    (then USP) and upipe run around a ring. `auto`: local when context_parallel_degree is 1, else
+    upipe. All give the same function of the same weights."""
+    kernel: Literal["auto", "cpu", "cudnn", "sdpa", "fa4", "fa3", "fa2", "math"] = "auto"
+    """`fa4` (extra `fa4`, fastest on Hopper), `fa3` and `fa2` (if their packages are installed),
+    `cudnn` and `sdpa` (in torch) need CUDA; `cpu` is torch's flash kernel there; `math` runs anywhere, holds the full score matrix, and is for tests.
     `auto` takes the best that works and logs why."""
     heads_per_stage: int = 1
-    """Query heads of a rank that one upipe stage works on; must divide the heads of a rank. More
-    heads: fewer exchanges, larger buffers. No effect under the other strategies."""
+    """Query heads of a rank that one upipe stage works on. More heads: fewer exchanges, larger
+    buffers; the last stage takes what is left. No effect under the other strategies."""
+    self_check: bool = True
+    """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
+    whole on one, and stop if loss or gradients differ. A few seconds; no effect when
+    context_parallel_degree is 1."""
 
 
 @dataclass

@@ -60,7 +60,7 @@ _EXTRA_SECTIONS = (
     "extra sections are not offered; a model can be added through experimental.custom_import"
 )
 _FORK_ATTENTION = (
-    "this one string held several decisions; say attention.strategy (local, ulysses, upipe), "
+    "this one string held several decisions; say attention.strategy (local, ulysses, upipe, ring), "
     "attention.kernel, and for tiles the section [tiling]"
 )
 
@@ -72,7 +72,7 @@ GONE = {
     "model.converters": Gone(_CONVERTERS, _EMPTY),
     "model.print_after_conversion": Gone(_CONVERTERS, _OFF),
     "model.attn_impl": Gone(_FORK_ATTENTION),
-    "model.ring_comm_heads": Gone("ring attention is not available yet"),
+    "model.ring_comm_heads": Gone("a ring passes the KV heads of a stage: see attention.heads_per_stage"),
     "optimizer.fused": Gone('say optimizer.implementation = "fused"'),
     "optimizer.early_step_in_backward": Gone(
         "the step needs the global gradient norm, so it comes after backward", _OFF
@@ -96,10 +96,10 @@ GONE = {
     "parallelism.expert_parallel_comm_backend": Gone(_EXPERT, ("standard",)),
     "parallelism.enable_compiled_autograd": Gone("it is not offered", _OFF),
     "parallelism.context_parallel_rotate_method": Gone(
-        "it chose how a ring passes K and V; here attention.strategy exchanges heads instead"
+        "K and V go round the ring from neighbour to neighbour; there is no other way to choose"
     ),
     "parallelism.context_parallel_load_balancer": Gone(
-        "ulysses and upipe give every rank the same work, so there is nothing to balance",
+        "a ring is always laid in zigzag, and exchanging heads gives every rank the same work",
         ("none", ""),
     ),
     "checkpoint.initial_load_in_hf": Gone(_HF_FILES, _OFF),

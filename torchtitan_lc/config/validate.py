@@ -84,11 +84,11 @@ def _minimum(config: JobConfig) -> Iterator[str]:
 def _ulysses_degree(config: JobConfig) -> Iterator[str]:
     cp = config.parallelism.context_parallel_degree
     ulysses = config.parallelism.context_parallel_ulysses_degree
-    if ulysses not in (-1, cp):
+    if ulysses != -1 and (ulysses < 1 or cp % ulysses):
+        fits = ", ".join(str(d) for d in range(1, cp + 1) if cp % d == 0)
         yield (
-            f"parallelism.context_parallel_ulysses_degree = {ulysses} with context_parallel_degree "
-            f"= {cp}: context_parallel_degree counts all ranks that share a row, and those outside "
-            f"the Ulysses degree would form a ring, which is not available yet; use -1 or {cp}"
+            f"parallelism.context_parallel_ulysses_degree = {ulysses} does not divide "
+            f"context_parallel_degree = {cp}, the ranks that share a row: use -1 or one of {fits}"
         )
 
 
@@ -97,7 +97,7 @@ def _strategy(config: JobConfig) -> Iterator[str]:
     if config.attention.strategy == "local" and cp > 1:
         yield (
             f'attention.strategy = "local" keeps a row on one rank, but parallelism.'
-            f'context_parallel_degree = {cp}: use "upipe", "ulysses" or "auto", or degree 1'
+            f'context_parallel_degree = {cp}: use "upipe", "ulysses", "ring" or "auto", or degree 1'
         )
 
 

@@ -1,9 +1,12 @@
 """How the ranks of a job are divided: data parallel replicas, shards, and the ranks that share a row.
 
-    world = dp_replicate x dp_shard x cp,  cp fastest: the ranks that share a row are neighbours (one node)
+    world = dp_replicate x dp_shard x cp,  cp = ring x ulysses, the last one fastest: the ranks that
+    exchange heads are neighbours (one node), those of a ring may be further apart
 
-    8 ranks, dp_replicate 1, dp_shard 2, cp 4      rows:   0 1 2 3 | 4 5 6 7      each group reads its own rows
-                                                   FSDP:   0 ……………………… 7         one shard per rank
+    8 ranks, dp_shard 2, cp 4 (ulysses 2)      rows:      0 1 2 3 | 4 5 6 7    each group reads its own rows
+                                               ulysses:   0 1 | 2 3 | 4 5 | 6 7
+                                               ring:      0 2 | 1 3 | 4 6 | 5 7
+                                               FSDP:      0 ……………………… 7      one shard per rank
 
 FSDP shards parameters over dp_shard x cp, so raising cp costs no parameter memory.
 """
@@ -15,14 +18,21 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_lc.attention.base import ALONE, Peers
+
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees; their product is the world size."""
+    """Degrees; dp_replicate x dp_shard x cp is the world size. ulysses divides cp, the rest is ring."""
 
     dp_replicate: int
     dp_shard: int
     cp: int
+    ulysses: int
+
+    @property
+    def ring(self) -> int:
+        return self.cp // self.ulysses
 
     @property
     def dp(self) -> int:
@@ -57,17 +67,35 @@ class ParallelDims:
             )
         else:
             fsdp = init_device_mesh(device_type, (sharded,), mesh_dim_names=("dp_shard_cp",))
-        data = init_device_mesh(device_type, (self.dp, self.cp), mesh_dim_names=("dp", "cp"))
+        data = init_device_mesh(
+            device_type,
+            (self.dp, self.ring, self.ulysses),
+            mesh_dim_names=("dp", "ring", "ulysses"),
+        )
         return Meshes(fsdp=fsdp, data=data)
+
+    def peers(self, meshes: Meshes, name: str) -> Peers:
+        """This rank's peers along "ring" or "ulysses"."""
+        ranks = self.ring if name == "ring" else self.ulysses
+        if ranks == 1:
+            return ALONE
+        return Peers(ranks, meshes.data.get_local_rank(name), meshes.data.get_group(name))
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """fsdp: (dp_replicate x) dp_shard_cp, what parameters are sharded over. data: dp x cp."""
+    """fsdp: (dp_replicate x) dp_shard_cp, what parameters are sharded over. data: dp x ring x ulysses."""
 
     fsdp: DeviceMesh
     data: DeviceMesh
 
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        return self.data.get_group("cp")
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group of the job, the default one first."""
+        world = dist.group.WORLD
+        assert world is not None
+        meshes = (self.fsdp, self.data)
+        return [world, *(mesh.get_group(name) for mesh in meshes for name in _names(mesh))]
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()

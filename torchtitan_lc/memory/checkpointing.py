@@ -35,7 +35,7 @@ def checkpoint_block(mode: Mode) -> Callable[..., Tensor]:
         tape = Tape() if mode == "selective" else None
         return recording(tape), replaying(tape)
 
-    def run(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def run(fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
         # No block draws random numbers, so no generator state has to be kept or restored.
         return checkpoint(
             fn, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
@@ -44,5 +44,5 @@ def checkpoint_block(mode: Mode) -> Callable[..., Tensor]:
     return run
 
 
-def _run_plainly(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def _run_plainly(fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return fn(*inputs)

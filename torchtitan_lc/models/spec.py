@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.distributed.parallel_dims import Meshes
 from torchtitan_lc.tools.errors import UserError
@@ -45,10 +46,16 @@ class ModelArgs(Protocol):
 
 
 class Model(Protocol):
-    """forward(tokens, positions, labels) -> summed loss of this rank's live labels;
+    """forward(tokens, positions, labels, documents) -> summed loss of this rank's live labels;
     init_weights(seed) fills the materialised parameters."""
 
-    def __call__(self, tokens: Tensor, positions: Tensor, labels: Tensor | None) -> Tensor: ...
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor | None,
+        documents: Documents | None,
+    ) -> Tensor: ...
     def init_weights(self, seed: int) -> None: ...
 
 
@@ -56,13 +63,24 @@ class Model(Protocol):
 class ModelSpec:
     """name: `model.name`. flavors: `model.flavor` -> args. build(args) -> module, on any device.
     parallelize(model, config, strategy, meshes): applies strategy, tiles, checkpointing, compile and
-    FSDP2 in place. adjust(args, config) -> args: takes over the config's model settings (rope)."""
+    FSDP2 in place. adjust(args, config) -> args: takes over the config's model settings (rope).
+    shrink(args) -> args: the same attention in a model that runs in a moment, for the self-check."""
 
     name: str
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module]
     parallelize: Callable[[nn.Module, JobConfig, Any, Meshes], None]
     adjust: Callable[[Any, JobConfig], Any] = lambda args, config: args
+    shrink: Callable[[Any], Any] = lambda args: shrink_fields(args)
+
+
+def shrink_fields(args: Any) -> Any:
+    """Dataclass args with at most 2 layers, an MLP of 256 and a vocabulary of 512, where they have
+    fields of these names."""
+    limits = {"n_layers": 2, "hidden_dim": 256, "vocab_size": 512}
+    names = {f.name for f in dataclasses.fields(args)}
+    small = {n: min(getattr(args, n), limit) for n, limit in limits.items() if n in names}
+    return dataclasses.replace(args, **small)
 
 
 _registry: dict[str, ModelSpec] = {}

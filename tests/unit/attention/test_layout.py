@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtitan_lc.attention.layout import Layout
 
@@ -35,11 +37,30 @@ def test_a_tensor_whose_token_axis_is_a_guess_is_refused(shape: tuple[int, ...])
         Layout(2).shard(batch, 0)
 
 
-@pytest.mark.parametrize(("seq_len", "ranks", "near"), [(63, 2, "62 or 64"), (64, 3, "63 or 66")])
-def test_a_row_that_cannot_be_cut_evenly_is_refused_with_lengths_that_can(
-    seq_len: int, ranks: int, near: str
+@pytest.mark.parametrize(("seq_len", "layout"), [(63, (2, 1)), (64, (3, 1)), (36, (2, 4))])
+def test_a_row_that_cannot_be_cut_evenly_is_refused_with_a_length_that_can(
+    seq_len: int, layout: tuple[int, int]
 ) -> None:
     with pytest.raises(ValueError) as error:
-        Layout(ranks).check(seq_len)
-    for word in (str(seq_len), str(ranks), near):
-        assert word in str(error.value)
+        Layout(*layout).check(seq_len)
+    near = -(-seq_len // Layout(*layout).multiple) * Layout(*layout).multiple
+    for word in (seq_len, *layout, near):
+        assert str(word) in str(error.value)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
+def test_parts_of_all_ranks_are_the_row_once_and_come_back_in_order(
+    ulysses: int, ring: int, times: int
+) -> None:
+    layout = Layout(ulysses, ring)
+    row = torch.arange(layout.multiple * times).view(1, -1)
+    parts = [layout.shard({"tokens": row}, rank)["tokens"] for rank in range(layout.ranks)]
+    assert len({part.shape for part in parts}) == 1
+    assert torch.equal(layout.unshard(parts), row)
+
+
+def test_ulysses_ranks_cut_what_their_ring_rank_holds_in_zigzag() -> None:
+    layout = Layout(ulysses=2, ring=2)
+    row = torch.arange(8).view(1, -1)
+    parts = [layout.shard({"tokens": row}, rank)["tokens"][0].tolist() for rank in range(4)]
+    assert parts == [[0, 1], [6, 7], [2, 3], [4, 5]]

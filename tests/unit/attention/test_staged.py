@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.reference import reference_step
 from tests.tiny import FLAVORS, gradients, masked_rows
+from torchtitan_lc.attention.base import ALONE
 from torchtitan_lc.attention.kernels import CpuFlash
 from torchtitan_lc.attention.upipe import UPipe
 from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
@@ -36,9 +37,7 @@ def _run(heads: int, mode: Mode) -> tuple[CountingKernel, float, dict[str, Tenso
     model.init_weights(seed=0)
     kernel = CountingKernel()
     execution = model.execution
-    execution.strategy = UPipe(
-        kernel, ranks=1, rank=0, group=None, heads_per_stage=heads, tile_tokens=13
-    )
+    execution.strategy = UPipe(kernel, ulysses=ALONE, heads_per_stage=heads, tile_tokens=13)
     execution.checkpoint = checkpoint_block(mode)
     rows = masked_rows(2, 64)
     loss = model(rows["tokens"], rows["positions"], rows["labels"])

@@ -80,6 +80,15 @@ def loader(
     return RowLoader(source or Documents(texts), tokenizer, seq_len, lanes, num_lanes)
 
 
+def expected_positions(tokens: torch.Tensor) -> torch.Tensor:
+    """Counted from the start of the row and from each BOS; for tokenizers whose BOS is 256."""
+    positions = torch.zeros_like(tokens)
+    for row, ids in enumerate(tokens.tolist()):
+        for i in range(1, len(ids)):
+            positions[row, i] = 0 if ids[i] == 256 else positions[row, i - 1] + 1
+    return positions
+
+
 def rows_of(rows: RowLoader, lanes: Sequence[int], n: int) -> dict[int, list[list[int]]]:
     """n rows of each lane as lists of seq_len + 1 tokens; checks labels and positions too."""
     out: dict[int, list[list[int]]] = {j: [] for j in lanes}
@@ -87,8 +96,8 @@ def rows_of(rows: RowLoader, lanes: Sequence[int], n: int) -> dict[int, list[lis
         batch = rows.next_batch(lanes)
         assert all(t.dtype == torch.int64 and t.is_contiguous() for t in batch.values())
         assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-        seq_len = batch["tokens"].shape[1]
-        assert torch.equal(batch["positions"], torch.arange(seq_len).expand(len(lanes), -1))
+        if 256 in batch["tokens"] and 257 in batch["tokens"]:  # BOS and EOS of ByteTokenizer
+            assert torch.equal(batch["positions"], expected_positions(batch["tokens"]))
         for i, j in enumerate(lanes):
             out[j].append([*batch["tokens"][i].tolist(), int(batch["labels"][i, -1])])
     return out
@@ -284,7 +293,8 @@ def test_a_lane_holds_one_tokenized_document_in_four_bytes_a_token():
     texts = ["a" * 1000, "b" * 2000, "c" * 3000]
     lane = Lane(Watched(texts), BYTES, start=0, step=1)
     row, position = lane.read_row(lane.position, seq_len=2500)
-    assert row.shape == (2501,) and row.base is None
+    assert row.tokens.shape == (2501,) and row.tokens.base is None
+    assert row.starts == (0, 1002)
     held = [v for v in vars(lane).values() if isinstance(v, tuple) and not hasattr(v, "_fields")]
     assert len(held) == 1 and held[0][0] == position.document == 1
     assert held[0][1].dtype == np.int32 and held[0][1].nbytes == 4 * 2002
@@ -366,7 +376,7 @@ def test_a_lane_reads_on_after_an_error_of_its_source():
     with pytest.raises(UserError, match="bad"):
         lane.read_row(Position(0, 0), seq_len=7)
     row, _ = lane.read_row(Position(2, 0), seq_len=3)
-    assert row.tolist() == [256, *b"cc", 257]
+    assert row.tokens.tolist() == [256, *b"cc", 257]
 
 
 def test_a_document_that_the_tokenizer_cannot_encode_is_named():
@@ -421,7 +431,9 @@ def test_a_batch_of_another_rank_s_lane_is_refused():
 
 def test_the_section_training_builds_the_loader(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "world"}\n')
-    config = SimpleNamespace(dataset="jsonl", dataset_path=str(tmp_path), seq_len=6)
+    config = SimpleNamespace(
+        dataset="jsonl", dataset_path=str(tmp_path), seq_len=6, isolate_documents=True
+    )
     check_dataset(config)
     rows = build_loader(config, BYTES, lanes=[1], num_lanes=2)
     assert BYTES.decode(rows.next_batch([1])["tokens"][0].numpy()) == "world"
@@ -430,3 +442,46 @@ def test_the_section_training_builds_the_loader(tmp_path):
         check_dataset(config)
     with pytest.raises(UserError, match="absent does not exist"):
         build_loader(config, BYTES, lanes=[1], num_lanes=2)
+
+
+def test_positions_count_through_the_row_when_documents_are_not_isolated():
+    rows = RowLoader(Documents(["ab", "cd"]), BYTES, 8, [0], 1, isolate_documents=False)
+    assert rows.next_batch([0])["positions"].tolist() == [list(range(8))]
+
+
+def test_an_end_token_inside_a_document_starts_no_new_one():
+    class EndsInside(ByteTokenizer):
+        def encode(self, text, add_bos, add_eos):
+            ids = super().encode(text, add_bos, add_eos)
+            ids[ids == ord("|")] = 257
+            return ids
+
+    batch = RowLoader(Documents(["a|b", "cd"]), EndsInside(), 9, [0], 1).next_batch([0])
+    assert batch["tokens"][0].tolist() == [256, 97, 257, 98, 257, 256, 99, 100, 257]
+    assert batch["positions"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+
+
+def test_documents_without_any_end_token_are_told_apart():
+    batch = RowLoader(Documents(["abc", "d", "ef"]), NoEnds(), 6, [0], 1).next_batch([0])
+    assert batch["positions"][0].tolist() == [0, 1, 2, 0, 0, 1]
+
+
+def test_a_document_that_begins_with_the_row_s_last_label_is_none_of_this_row():
+    batch = RowLoader(Documents(["ab", "cd"]), BYTES, 4, [0], 1).next_batch([0])
+    assert batch["labels"][0, -1] == 256 and batch["positions"][0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_rows_are_padded_to_the_multiple_without_a_live_label_or_a_lost_token(isolate):
+    def rows(multiple: int) -> RowLoader:
+        source = Documents(["abcdefgh"])
+        return RowLoader(source, BYTES, 7, [0], 1, multiple=multiple, isolate_documents=isolate)
+
+    plain, padded = rows(1), rows(4)
+    for _ in range(5):
+        want, got = plain.next_batch([0]), padded.next_batch([0])
+        assert all(t.shape == (1, 8) and t.is_contiguous() for t in got.values())
+        assert all(torch.equal(got[name][:, :7], want[name]) for name in want)
+        assert got["labels"][0, 7] == IGNORE_INDEX
+        assert got["positions"][0, 7] == 0  # a document of its own
+    assert plain.state_dict() == padded.state_dict()

@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from torchtitan_lc.attention.base import Projection, Projections, Strategy, Weight
+from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import Math
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.distributed.init import normal_
@@ -30,7 +32,7 @@ from torchtitan_lc.ops.recompute import output_is_unused
 from torchtitan_lc.ops.tiled import tiled
 
 
-def run_plainly(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def run_plainly(fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return fn(*inputs)
 
 
@@ -89,7 +91,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h [B, T, M], positions [B, T] -> [B, T, M]."""
+    """h [B, T, M], positions [B, T], documents of the whole rows -> [B, T, M]."""
 
     def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
         super().__init__()
@@ -99,12 +101,12 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, h: Tensor, positions: Tensor) -> Tensor:
-        return self.execution.checkpoint(self._halves, h, positions)
+    def forward(self, h: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+        return self.execution.checkpoint(self._halves, h, positions, documents)
 
-    def _halves(self, h: Tensor, positions: Tensor) -> Tensor:
+    def _halves(self, h: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
         projections = self.attention.projections(self.attention_norm.weight)
-        h = self.execution.strategy.attend(h, positions, projections)
+        h = self.execution.strategy.attend(h, positions, projections, documents)
         mlp = self.feed_forward
         return tiled(
             self.functions.mlp_half,
@@ -152,7 +154,8 @@ class Head(nn.Module):
 class Llama3Model(nn.Module):
     """tokens, positions, labels [B, T] int64 of this rank -> summed loss over its live labels.
 
-    positions count from the start of the whole row, whichever part of it this rank holds.
+    positions count from the start of the token's document (of the whole row, when it is one),
+    whichever part of it this rank holds; documents are those of the whole rows, None when each is one.
     functions_class: the arithmetic of its layers; a variant of the model may bring another.
     """
 
@@ -172,11 +175,17 @@ class Llama3Model(nn.Module):
         )
         self.head = Head(args, self.functions, self.execution)
 
-    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        labels: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
         h = self.tok_embeddings(tokens)
         for block in self.layers.values():
-            h = block(h, positions)
+            h = block(h, positions, documents)
         return self.head(h, labels, tied)
 
     def init_weights(self, seed: int) -> None:
