@@ -66,10 +66,13 @@ def _attention(x: Tensor, positions: Tensor, args: Llama3Args, w: dict[str, Tens
     v = (x @ w["attention.wv.weight"].T).view(B, S, args.n_kv_heads, D)
     q, k = _rotate(q, positions, args), _rotate(k, positions, args)
     group = args.n_heads // args.n_kv_heads
+    document = (positions == 0).cumsum(dim=1)  # a document begins at position 0
+    visible = document.unsqueeze(2) == document.unsqueeze(1)
+    visible &= torch.ones(S, S, dtype=torch.bool).tril()
     heads = []
     for head in range(args.n_heads):
         scores = q[:, :, head] @ k[:, :, head // group].transpose(1, 2) / math.sqrt(D)
-        scores = scores + torch.full((S, S), float("-inf"), dtype=x.dtype).triu(1)
+        scores = scores.masked_fill(~visible, float("-inf"))
         heads.append(scores.softmax(-1) @ v[:, :, head // group])
     return torch.cat(heads, dim=-1) @ w["attention.wo.weight"].T
 

@@ -73,16 +73,22 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in found.items() if grad is not None}
 
 
-def masked_rows(rows: int, seq_len: int, seed: int = 0) -> dict[str, Tensor]:
+def masked_rows(
+    rows: int, seq_len: int, seed: int = 0, packed: bool = False
+) -> dict[str, Tensor]:
     """Random rows whose numbers of live labels differ widely: all but a few, almost none, none in
-    one half of the row."""
+    one half of the row. packed: each row of several documents, cut differently."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 258, (rows, seq_len + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     for row in range(rows):
         live = [seq_len - 4, 4, seq_len // 2, 1][row % 4]
         labels[row, : seq_len - live] = IGNORE_INDEX
-    positions = torch.arange(seq_len).expand(rows, seq_len).contiguous()
+    positions = torch.arange(seq_len).repeat(rows, 1)
+    if packed:
+        for row in range(rows):
+            for start in (1, 2, seq_len // 4 + row, seq_len // 2, seq_len - 3 - row):
+                positions[row, start:] = torch.arange(seq_len - start)
     return {"tokens": tokens[:, :-1].contiguous(), "labels": labels, "positions": positions}
 
 

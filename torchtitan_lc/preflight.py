@@ -100,15 +100,12 @@ def check_job(
     no effect here, unless ``quiet``."""
     problems = check(config, world_size) + _checkable(config, device_type, ranks_per_node)
     if problems:
-        # A strategy's own check may include its layout's: equal texts are one problem.
-        raise UserError("\n".join(dict.fromkeys(problems)))
+        raise UserError("\n".join(problems))
     for message in () if quiet else warn(config):
         logger.warning(message)
 
 
-def _checkable(
-    config: JobConfig, device_type: str, ranks_per_node: int | None
-) -> list[str]:
+def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) -> list[str]:
     """What the parts of the job say when they are asked, each independently of the others."""
     problems: list[str] = []
 
@@ -139,12 +136,12 @@ def _checkable(
 def _check_strategy(config: JobConfig, args: Any, ranks_per_node: int | None) -> None:
     """ValueError when the strategy cannot do this model on these ranks; silent about numbers that
     config/validate.py refuses."""
-    ranks, heads_per_stage = (
-        config.parallelism.context_parallel_degree,
-        config.attention.heads_per_stage,
-    )
+    ranks = config.parallelism.context_parallel_degree
+    heads_per_stage = config.attention.heads_per_stage
     ulysses = config.parallelism.context_parallel_ulysses_degree
-    if min(ranks, heads_per_stage) < 1 or ulysses == 0 or (ulysses > 0 and ranks % ulysses):
+    if min(ranks, heads_per_stage) < 1:
+        return
+    if ulysses != -1 and (ulysses < 1 or ranks % ulysses):
         return
     ulysses = ulysses_degree(config, args, ranks_per_node)
     strategy = make_strategy(

@@ -23,7 +23,8 @@ def _lose_order() -> None:
     right = HeadExchange.seq_to_heads
 
     def wrong(self: HeadExchange, packed: Tensor) -> Tensor:
-        return right(self, packed).roll(1, dims=1)  # every token one place off
+        x = right(self, packed)
+        return x.roll(1, dims=1) if len(self.counts) > 1 else x  # every token one place off
 
     HeadExchange.seq_to_heads = wrong  # type: ignore[method-assign]
 
@@ -33,7 +34,7 @@ def _swap_parts() -> None:
 
     def wrong(self: Layout, batch: Any, rank: int) -> Any:
         parts = right(self, batch, rank)
-        parts["positions"] = right(self, batch, 0)["positions"]  # each shard starts at 0
+        parts["positions"] = right(self, batch, 0)["positions"]  # every rank believes it is the first
         return parts
 
     Layout.shard = wrong  # type: ignore[method-assign]

@@ -60,7 +60,7 @@ def one_step(settings: dict[str, Any], rows: dict[str, Tensor], device: str) -> 
 
 def check(settings: dict[str, Any], rows: dict[str, Tensor], device: str = "cpu") -> None:
     """Compare a step under ``settings`` with the reference on the same rows and initial weights."""
-    args = FLAVORS[settings["model.flavor"]]
+    args = FLAVORS[settings.get("model.flavor", "gqa")]
     model = Llama3Model(args)
     model.init_weights(seed=0)
     loss, grads = reference_step(model, args, rows)
@@ -130,14 +130,21 @@ def _odd_cases(rank: int, world_size: int, tmp: str) -> None:
         )
     replicas = {"parallelism.data_parallel_replicate_degree": 2}
     check({**base, **replicas, "model.flavor": "gqa"}, rows)
+    packed = masked_rows(ROWS, SEQ, packed=True)
+    for strategy in (*strategies(world_size)[:2], {"attention.strategy": "ring"}):
+        for mode in MODES:
+            check({**cp, **strategy, "activation_checkpoint.mode": mode}, packed)
     if world_size == 4:
+        around_a_ring = {**cp, "parallelism.context_parallel_ulysses_degree": 2}
+        for strategy in strategies(world_size)[:2]:
+            check({**around_a_ring, **strategy, "training.local_batch_size": 2}, packed)
         check({**base, **replicas, "model.flavor": "gqa"}, rows)  # 2 x 2: HSDP
         with_cp = {**replicas, "parallelism.context_parallel_degree": 2}
         check({**base, **with_cp, "model.flavor": "tied"}, rows)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_odd_heads_tied_tables_several_rows_and_replicas_equal_one_process(
+def test_odd_heads_packed_rows_rings_tied_tables_and_replicas_equal_one_process(
     world_size: int, tmp_path: Any
 ) -> None:
     run_distributed(_odd_cases, world_size, str(tmp_path), timeout=240)

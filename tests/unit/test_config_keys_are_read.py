@@ -25,7 +25,6 @@ READERS_IN_CONFIG = {"resolve.py"}
 
 NOT_READ = {
     ("job", "config_file"): "names the file that config/ itself reads",
-    ("parallelism", "context_parallel_ulysses_degree"): "checked; one value until there is a ring",
 }
 
 Key = tuple[str, str]  # (section, field); of [model.rope] the section is "rope"

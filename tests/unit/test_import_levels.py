@@ -19,7 +19,14 @@ FOLDER_LEVELS = {
     "memory": 2,
     "components": 4,
 }
-TOP_LEVELS = {"__init__": 0, "trainer": 5, "preflight": 5, "train": 6, "launch": 6}
+TOP_LEVELS = {
+    "__init__": 0,
+    "trainer": 5,
+    "preflight": 5,
+    "self_check": 5,
+    "train": 6,
+    "launch": 6,
+}
 # What else a model's folder holds describes the model on one device.
 MODEL_LEVELS = {"parallelize": 4, "__init__": 4}
 SINGLE_DEVICE_MODEL_LEVEL = 3

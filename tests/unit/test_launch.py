@@ -75,7 +75,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(workers, "run_workers", start)
     monkeypatch.setattr(launch, "load_config", lambda argv: JobConfig())
     monkeypatch.setattr(launch, "init_logger", lambda: None)
-    accept = types.SimpleNamespace(check_job=lambda config, world_size, device_type: None)
+    accept = types.SimpleNamespace(check_job=lambda *job, ranks_per_node: None)
     monkeypatch.setitem(sys.modules, "torchtitan_lc.preflight", accept)
     monkeypatch.setattr("torchtitan_lc.tools.hardware.device_type", lambda: "cpu")
     return started
@@ -94,14 +94,16 @@ def test_a_job_that_preflight_refuses_starts_no_worker(
 ) -> None:
     seen = []
 
-    def refuse(config: JobConfig, world_size: int, device_type: str) -> None:
-        seen.append((world_size, device_type))
+    def refuse(
+        config: JobConfig, world_size: int, device_type: str, *, ranks_per_node: int
+    ) -> None:
+        seen.append((world_size, device_type, ranks_per_node))
         raise UserError("first problem\nsecond problem")
 
     preflight = types.SimpleNamespace(check_job=refuse)
     monkeypatch.setitem(sys.modules, "torchtitan_lc.preflight", preflight)
     assert launch.main(["--nproc_per_node", "2", "--nnodes", "3"]) == 2
-    assert seen == [(6, "cpu")] and no_workers == []
+    assert seen == [(6, "cpu", 2)] and no_workers == []
     expected = "torchtitan_lc: this job can't run\n  first problem\n  second problem\n"
     assert capsys.readouterr().err == expected
 

@@ -50,9 +50,8 @@ def test_a_job_without_mistakes_passes() -> None:
 
 
 CP = "parallelism.context_parallel_degree"
+ULYSSES = "parallelism.context_parallel_ulysses_degree"
 MISTAKES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
-    "length that does not divide": ({"training.seq_len": 63}, 2, ["63", "multiple of 2", "64"]),
-    "row shorter than the ranks": ({"training.seq_len": 3, CP: 4}, 4, ["3", "multiple of 4"]),
     "no tokens": ({"training.seq_len": 0}, 2, ["training.seq_len = 0: must be at least 1"]),
     "degrees that do not divide": ({CP: 4}, 6, ["context_parallel_degree = 4", "6 ranks"]),
     "degrees with another product": (
@@ -61,8 +60,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         ["data_parallel_shard_degree = 2", "product is 4", "2 ranks"],
     ),
     "degree of zero": ({CP: 0}, 2, [f"{CP} = 0: must be at least 1"]),
-    "more ranks than heads": ({CP: 16}, 16, ["16 ranks", "8 query heads", "at most 8"]),
-    "local over two ranks": ({"attention.strategy": "local"}, 2, ["local", f"{CP} = 2", "upipe"]),
+    "more ranks than heads": (
+        {CP: 16, ULYSSES: 16},
+        16,
+        ["16 ranks", "8 query heads", "at most 8"],
+    ),
+    "ulysses degree that does not divide": ({ULYSSES: 3}, 2, [f"{ULYSSES} = 3", "one of 1, 2"]),
+    "ulysses degree below zero": ({ULYSSES: -2}, 2, [f"{ULYSSES} = -2"]),
+    "local over two ranks": ({"attention.strategy": "local"}, 2, ["'local'", "2 ranks", "upipe"]),
     "no heads in a stage": ({"attention.heads_per_stage": 0}, 2, ["heads_per_stage = 0"]),
     "unknown model": ({"model.name": "lama3"}, 2, ["'lama3'", "llama3"]),
     "unknown flavor": ({"model.flavor": "8b"}, 2, ["'8b'", "did you mean '8B'"]),
@@ -134,7 +139,7 @@ def test_a_tokenizer_larger_than_the_models_table_is_refused(tmp_path: Path) -> 
 def test_several_mistakes_are_reported_together_each_once(tmp_path: Path) -> None:
     lines = problems(
         {
-            "training.seq_len": 1001,
+            "training.seq_len": 0,
             "training.steps": 0,
             "training.dataset": "text",
             "training.dataset_path": str(tmp_path / "missing"),
@@ -144,6 +149,7 @@ def test_several_mistakes_are_reported_together_each_once(tmp_path: Path) -> Non
             "checkpoint.enable": True,
             "checkpoint.exclude_from_loading": ["moments"],
             CP: 16,
+            ULYSSES: 16,
         },
         world_size=24,
     )
@@ -152,7 +158,7 @@ def test_several_mistakes_are_reported_together_each_once(tmp_path: Path) -> Non
         "training.steps = 0",
         "optimizer.lr = -1.0",
         "tiktoken",
-        "1001",
+        "training.seq_len = 0",
         "'sdpa'",
         "16 ranks exchange heads",
         "dataset_path",
@@ -164,8 +170,13 @@ def test_several_mistakes_are_reported_together_each_once(tmp_path: Path) -> Non
 
 
 def test_what_does_not_depend_on_the_model_is_told_beside_an_unknown_model() -> None:
-    lines = problems({"model.name": "nobodys", "training.seq_len": 63})
-    assert len(lines) == 2 and "63" in "".join(lines) and "nobodys" in "".join(lines)
+    lines = problems({"model.name": "nobodys", "training.dataset": "text"})
+    assert len(lines) == 2 and "dataset_path" in "".join(lines) and "nobodys" in "".join(lines)
+
+
+@pytest.mark.parametrize("seq_len", [63, 1])
+def test_a_row_of_any_length_passes_as_it_is_padded_to_the_layouts_multiple(seq_len: int) -> None:
+    assert problems({"training.seq_len": seq_len}) == []
 
 
 def test_a_key_without_effect_is_said_once_and_not_by_a_quiet_check(

@@ -92,15 +92,6 @@ def _ulysses_degree(config: JobConfig) -> Iterator[str]:
         )
 
 
-def _strategy(config: JobConfig) -> Iterator[str]:
-    cp = config.parallelism.context_parallel_degree
-    if config.attention.strategy == "local" and cp > 1:
-        yield (
-            f'attention.strategy = "local" keeps a row on one rank, but parallelism.'
-            f'context_parallel_degree = {cp}: use "upipe", "ulysses", "ring" or "auto", or degree 1'
-        )
-
-
 def _schedule(config: JobConfig) -> Iterator[str]:
     schedule = config.lr_scheduler
     if schedule.total_steps is not None and schedule.total_steps < 1:
@@ -178,7 +169,6 @@ def _seed(config: JobConfig) -> Iterator[str]:
 _RULES: tuple[Callable[[JobConfig], Iterator[str]], ...] = (
     _minimum,
     _ulysses_degree,
-    _strategy,
     _schedule,
     _optimizer,
     _rope,

@@ -84,27 +84,18 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(wanted, world_size, p
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("ulysses", "fits"), [(-1, True), (4, True), (2, False), (8, False)])
-def test_only_a_full_ulysses_degree_fits(ulysses, fits):
+@pytest.mark.parametrize(
+    ("ulysses", "fits"),
+    [(-1, True), (4, True), (2, True), (1, True), (3, False), (8, False), (0, False), (-2, False)],
+)
+def test_a_ulysses_degree_divides_the_ranks_of_a_row(ulysses, fits):
     settings = degrees(cp=4) | {"parallelism__context_parallel_ulysses_degree": ulysses}
     if fits:
         assert problems(4, **settings) == []
     else:
         text = only(4, **settings)
         assert f"context_parallel_ulysses_degree = {ulysses}" in text
-        assert "ring, which is not available yet; use -1 or 4" in text
-
-
-def test_strategy_local_needs_a_row_on_one_rank():
-    text = only(2, attention__strategy="local", **degrees(cp=2))
-    assert 'attention.strategy = "local"' in text
-    assert "context_parallel_degree = 2" in text
-    assert problems(1, attention__strategy="local") == []
-
-
-@pytest.mark.parametrize("strategy", ["ulysses", "upipe"])
-def test_the_other_strategies_run_on_one_rank_too(strategy):
-    assert problems(1, attention__strategy=strategy) == []
+        assert "use -1 or one of 1, 2, 4" in text
 
 
 @pytest.mark.parametrize(
@@ -204,7 +195,6 @@ def test_all_failures_are_reported_together():
         training__seq_len=0,
         training__steps=0,
         checkpoint__keep_latest_k=1,
-        attention__strategy="local",
         **degrees(replicate=3, cp=2),
     )
-    assert len(found) == len(set(found)) == 5
+    assert len(found) == len(set(found)) == 4

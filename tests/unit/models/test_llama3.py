@@ -91,9 +91,9 @@ def test_initial_weights_depend_on_the_seed_alone_and_are_normal_within_three_si
     assert not torch.equal(
         first["layers.0.attention.wq.weight"], first["layers.1.attention.wq.weight"]
     )
-    z = first[table] / TINY["gqa"].init_std
+    z = first["layers.0.feed_forward.w1.weight"] / TINY["gqa"].init_std
     assert z.abs().max() <= 3.0 and abs(z.mean()) < 0.03
-    assert 0.96 < z.std() < 1.0  # 0.9866 for a normal distribution cut off at 3 sigma
+    assert 0.96 < z.std() < 1.01  # 0.9866 for a normal distribution cut off at 3 sigma
 
 
 def test_nothing_is_left_as_raw_memory_after_building_on_the_meta_device(
