@@ -73,9 +73,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in found.items() if grad is not None}
 
 
-def masked_rows(
-    rows: int, seq_len: int, seed: int = 0, packed: bool = False
-) -> dict[str, Tensor]:
+def masked_rows(rows: int, seq_len: int, seed: int = 0, packed: bool = False) -> dict[str, Tensor]:
     """Random rows whose numbers of live labels differ widely: all but a few, almost none, none in
     one half of the row. packed: each row of several documents, cut differently."""
     generator = torch.Generator().manual_seed(seed)

@@ -75,7 +75,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         tensors = (self.tokens, self.positions, self.labels)
-        return Batch(*(x.to(device, non_blocking=True) for x in tensors), self.documents)
+        tokens, positions, labels = (x.to(device, non_blocking=True) for x in tensors)
+        return Batch(tokens, positions, labels, self.documents)
 
 
 @dataclass(frozen=True)

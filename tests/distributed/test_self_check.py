@@ -34,7 +34,9 @@ def _swap_parts() -> None:
 
     def wrong(self: Layout, batch: Any, rank: int) -> Any:
         parts = right(self, batch, rank)
-        parts["positions"] = right(self, batch, 0)["positions"]  # every rank believes it is the first
+        parts["positions"] = right(self, batch, 0)[
+            "positions"
+        ]  # every rank believes it is the first
         return parts
 
     Layout.shard = wrong  # type: ignore[method-assign]
@@ -54,7 +56,9 @@ FAULTS: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
 }
 
 
-def _build(rank: int, world_size: int, fault: str | None, settings: dict[str, Any], tmp: str) -> str:
+def _build(
+    rank: int, world_size: int, fault: str | None, settings: dict[str, Any], tmp: str
+) -> str:
     register_tiny()
     if fault is not None:
         FAULTS[fault][0]()

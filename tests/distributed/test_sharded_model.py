@@ -310,3 +310,33 @@ def test_the_global_batch_and_its_tokens_do_not_depend_on_context_parallelism(
     tmp_path: Any,
 ) -> None:
     run_distributed(_counters, 4, str(tmp_path))
+
+
+# -- compiled tile functions
+
+
+def _compiled(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    rows = masked_rows(2, 64, packed=True)
+    settings = {
+        "job.dump_folder": tmp,
+        "parallelism.context_parallel_degree": 2,
+        "training.local_batch_size": 2,
+        "training.global_batch_size": 2,
+    }
+    want = _grads(_trainer(settings, rows))
+    compiled = {**settings, "compile.enable": True, "compile.backend": "aot_eager"}
+    trainer = _trainer(compiled, rows)
+    got = _grads(trainer)
+    for name, grad in want.items():
+        assert (got[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    graphs = counters["stats"]["unique_graphs"]
+    _grads(trainer)
+    assert counters["stats"]["unique_graphs"] == graphs, "the second step compiled again"
+
+
+def test_compiled_tiles_give_the_same_gradients_and_compile_once(tmp_path: Any) -> None:
+    run_distributed(_compiled, 2, str(tmp_path), timeout=120)

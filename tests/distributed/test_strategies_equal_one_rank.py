@@ -102,7 +102,9 @@ def run(strategy: Any, case: Case, x: Tensor, positions: Tensor, documents: Any,
 
 
 def check(name: str, ulysses: Peers, ring: Peers, heads_per_stage: int, case: Case) -> None:
-    label = f"{name} U{ulysses.ranks} R{ring.ranks} n{heads_per_stage} {case.n_heads}/{case.n_kv_heads}"
+    label = (
+        f"{name} U{ulysses.ranks} R{ring.ranks} n{heads_per_stage} {case.n_heads}/{case.n_kv_heads}"
+    )
     documents = Documents.from_positions(case.positions)
     want = run(Local(Math()), case, case.x, case.positions, documents, case.dy)
 

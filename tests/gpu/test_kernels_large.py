@@ -15,11 +15,11 @@ from torchtitan_lc.attention.kernels import Kernel
 pytestmark = pytest.mark.gpu
 
 
-def near(got: Tensor, want: Tensor, what: str) -> None:
+def near(got: Tensor, want: Tensor, what: str, slack: float = 0.0) -> None:
     """Vectors of one token and head: fewer numbers to average over than in whole matrices, hence more
     room than the 6e-3 there; and a floor for what is zero in exact arithmetic."""
     error = (got.double() - want).norm().item()
-    assert error <= 1e-2 * want.norm().item() + 1e-4, f"{what}: off by {error:.2e}"
+    assert error <= 1e-2 * want.norm().item() + 1e-4 + slack, f"{what}: off by {error:.2e}"
 
 
 class Sample:
@@ -48,10 +48,13 @@ class Sample:
         p = (scores - want_lse).exp()
         want_out = p @ v
         want_dq = (p * (v @ dout - want_out @ dout)) @ k * self.scale
+        # The kernel takes sum(out * dout) from an out that was rounded to bf16, 2^-9 of each element;
+        # with few keys and a saturated softmax that is much of dq. With many keys it is nothing.
+        rounding = 2**-8 * (want_out * dout).norm() * (p @ k).norm() * self.scale
         at = f"query {token}, head {head}"
         assert abs(lse[0, head, token].double() - want_lse) <= 1e-3 + 1e-4 * want_lse.abs(), at
         near(out[0, token, head], want_out, f"out of {at}")
-        near(dq[0, token, head], want_dq, f"dq of {at}")
+        near(dq[0, token, head], want_dq, f"dq of {at}", rounding.item())
 
     def check_key(
         self, out: Tensor, lse: Tensor, dk: Tensor, dv: Tensor, token: int, kv_head: int

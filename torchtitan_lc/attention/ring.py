@@ -82,12 +82,12 @@ class Ring:
         wide = out.to(sum_dtype(out.dtype))
         total = wide.clone() if wide is out else wide
         lse = lse.clone()
-        for source, (k, v) in self._travel([k, v]):
+        for source, (k_there, v_there) in self._travel([k, v]):
             for rows, box in mask.rectangles(source):
                 part, part_lse = self.kernel.forward(
                     q[rows, box.q_start : box.q_stop],
-                    k[rows, box.k_start : box.k_stop],
-                    v[rows, box.k_start : box.k_stop],
+                    k_there[rows, box.k_start : box.k_stop],
+                    v_there[rows, box.k_start : box.k_stop],
                     causal=False,
                     scale=scale,
                 )
@@ -119,15 +119,15 @@ class Ring:
         wide = sum_dtype(q.dtype)
         dq, dk, dv = (grad.to(wide, copy=True) for grad in own)
         moving = _Moving(self, [dk, dv])
-        for source, (k, v) in self._travel([k, v]):
+        for source, (k_there, v_there) in self._travel([k, v]):
             dk, dv = torch.zeros_like(dk), torch.zeros_like(dv)
             for rows, box in mask.rectangles(source):
                 queries, keys = slice(box.q_start, box.q_stop), slice(box.k_start, box.k_stop)
                 parts = self.kernel.backward(
                     dout[rows, queries],
                     q[rows, queries],
-                    k[rows, keys],
-                    v[rows, keys],
+                    k_there[rows, keys],
+                    v_there[rows, keys],
                     out[rows, queries],
                     lse[rows, :, queries].contiguous(),
                     causal=False,
@@ -265,9 +265,7 @@ def _rectangles(
     return tuple(_join_queries(found))
 
 
-def _shared(
-    queries: Range, keys: Range, bounds: Sequence[int]
-) -> tuple[Range, Range] | None:
+def _shared(queries: Range, keys: Range, bounds: Sequence[int]) -> tuple[Range, Range] | None:
     """The parts of two disjoint chunks that belong to the one document which reaches from the earlier
     into the later; None when there is none."""
     early, late = sorted((queries, keys))

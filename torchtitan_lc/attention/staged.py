@@ -116,7 +116,7 @@ class _AttentionHalf(torch.autograd.Function):
     ) -> Tensor:
         ctx.of = (strategy, projections, documents)
         ctx.n_weights = len(weights)
-        half = _Half(*ctx.of, h, positions, weights)
+        half = _Half(strategy, projections, documents, h, positions, weights)
         h1, kept = half.forward()
         ctx.save_for_backward(h, positions, *weights, *kept)
         return h1
@@ -125,7 +125,8 @@ class _AttentionHalf(torch.autograd.Function):
     def backward(ctx: Any, dh1: Tensor) -> tuple[Tensor | None, ...]:
         h, positions, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.n_weights], rest[ctx.n_weights :]
-        half = _Half(*ctx.of, h, positions, weights)
+        strategy, projections, documents = ctx.of
+        half = _Half(strategy, projections, documents, h, positions, weights)
         dh, dweights = half.backward(dh1.contiguous(), kept, ctx.needs_input_grad[5:])
         return (None, None, None, dh, None, *dweights)
 
@@ -201,7 +202,7 @@ class _Half:
         weights: Sequence[Tensor],
     ) -> None:
         p = projections
-        self.mask = {"causal": p.causal, "scale": p.scale, "documents": documents}
+        self.mask: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "documents": documents}
         self.s, self.p, self.h, self.positions = strategy, projections, h, positions
         self.plan = strategy.plan(p.n_heads, p.n_kv_heads)
         left = list(weights)

@@ -23,7 +23,7 @@ class Job:
     description: str = "torchtitan_lc job"
     """A line about the run, logged at start. Changes nothing."""
     print_config: bool = False
-    """Log the resolved configuration, as TOML, at start."""
+    """Print the resolved configuration as TOML and end, without starting a job (run_train.sh)."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class LRScheduler:
     """Warm-up, an optional stable stretch, then decay."""
 
     warmup_steps: int = 200
-    """Steps of linear rise from 0 to the peak. Cut to the schedule's length if it is longer."""
+    """Steps of linear rise to the peak; the first one takes 1 / warmup_steps of it. Cut to the schedule's length if it is longer."""
     total_steps: int | None = None
     """Length of the schedule. Left out: training.steps. Give it when a run will be continued to a
     later step, so that the decay keeps its place."""
@@ -195,7 +195,8 @@ class Parallelism:
     raising the latter costs no parameter memory. -1: all ranks that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """`always` frees a block's gathered weights after its forward and gathers again for backward;
-    `never` keeps them (bf16: 2 bytes per parameter per rank); `default` is `always`."""
+    `never` keeps them (bf16: 2 bytes per parameter per rank); `default` is `always` but for the
+    last block and the head, which backward needs at once."""
     context_parallel_degree: int = 1
     """Ranks that share each row. A rank holds seq_len / this tokens."""
     context_parallel_ulysses_degree: int = -1

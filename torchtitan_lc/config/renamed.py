@@ -72,7 +72,9 @@ GONE = {
     "model.converters": Gone(_CONVERTERS, _EMPTY),
     "model.print_after_conversion": Gone(_CONVERTERS, _OFF),
     "model.attn_impl": Gone(_FORK_ATTENTION),
-    "model.ring_comm_heads": Gone("a ring passes the KV heads of a stage: see attention.heads_per_stage"),
+    "model.ring_comm_heads": Gone(
+        "a ring passes the KV heads of a stage: see attention.heads_per_stage"
+    ),
     "optimizer.fused": Gone('say optimizer.implementation = "fused"'),
     "optimizer.early_step_in_backward": Gone(
         "the step needs the global gradient norm, so it comes after backward", _OFF

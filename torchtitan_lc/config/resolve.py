@@ -60,7 +60,7 @@ def accumulation_steps(config: JobConfig, dp_degree: int) -> int:
 
 
 def resolve_strategy(config: JobConfig) -> str:
-    """attention.strategy with "auto" replaced by what it stands for: local, ulysses or upipe."""
+    """attention.strategy with "auto" replaced by what it stands for."""
     if config.attention.strategy != "auto":
         return config.attention.strategy
     return "local" if config.parallelism.context_parallel_degree == 1 else "upipe"

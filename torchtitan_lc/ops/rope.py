@@ -6,7 +6,7 @@ precision policy can round it. Pairing is Hugging Face's half rotation (i with i
 their weights is renaming only.
 
 Angles are exact at any length used here: position * frequency is taken in fp64 as turns, the whole turns
-are dropped, and only the rest is rounded to fp32. (In fp32 the product is wrong by up to 0.5 radians at
+are dropped, and only the rest is rounded to fp32. (In fp32 the product is wrong by up to 0.7 radians at
 10M positions; in bf16 at a few hundred.)
 """
 

@@ -46,7 +46,7 @@ def check(
     grads = kernel.backward(
         dout, q, k, v, out, lse, causal=causal, scale=SCALE, documents=documents
     )
-    assert lse.is_contiguous() and out.is_contiguous()
+    assert all(x.is_contiguous() for x in (out, lse, *grads))
     torch.testing.assert_close(out, want_out, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-12)
     for got, want in zip(grads, want_grads, strict=True):

@@ -202,3 +202,12 @@ def test_rows_of_nothing_but_one_token_documents_take_no_decoding_path(
     qkv = random_qkv(2, 4, 2)
     bounds = (tuple(range(qkv[0].shape[1] + 1)),) * 2
     check(KERNELS[name](), torch.randn_like(qkv[0]), qkv, True, bounds)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "sdpa", "cpu", "math"])
+@pytest.mark.parametrize("bounds", [None, PACKED["rows differ"]], ids=["whole rows", "packed"])
+def test_results_are_plain_where_inputs_lie_heads_first_in_memory(
+    stand_ins: None, name: str, bounds: Bounds | None
+) -> None:
+    qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_qkv(3, 4, 2)]
+    check(KERNELS[name](), torch.randn_like(qkv[0]), qkv, True, bounds)

@@ -79,7 +79,9 @@ def test_one_document_needs_one_call_per_step_and_every_rank_has_the_same_work()
 
 def test_partial_results_merge_to_attention_over_all_keys() -> None:
     torch.manual_seed(0)
-    scores = torch.randn(1, 2, 5, 12, dtype=torch.float64) * 30  # exponentials that would overflow fp32
+    scores = (
+        torch.randn(1, 2, 5, 12, dtype=torch.float64) * 30
+    )  # exponentials that would overflow fp32
     v = torch.randn(1, 2, 12, 3, dtype=torch.float64)
     want = (scores.softmax(-1) @ v).transpose(1, 2)
 

@@ -192,6 +192,7 @@ class DocumentLoop(OperatorKernel):
     def row_forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """compute of rows that are one document each."""
         raise NotImplementedError
 
     def row_backward(
@@ -205,6 +206,7 @@ class DocumentLoop(OperatorKernel):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """compute_backward of rows that are one document each; lse is contiguous."""
         raise NotImplementedError
 
     def compute(

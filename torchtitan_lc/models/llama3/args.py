@@ -13,7 +13,7 @@ class Llama3Args:
 
     dim: model width M. hidden_dim: MLP width F. n_kv_heads: KV heads K, a divisor of n_heads.
     tie_embeddings: the output projection is the embedding table. init_std: standard deviation of the
-    initial weights; depth_init: scale the residual branches' output weights down with depth.
+    initial weights (see Llama3Model.init_weights for the exceptions).
     """
 
     dim: int
