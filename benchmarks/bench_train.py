@@ -1,6 +1,6 @@
 """Train for a few steps through run_train.sh and record speed and memory.
 
-    PYTHONPATH=. python benchmarks/bench_train.py --name llama8b_64k_2xh200 --config llama8b_64k.toml --steps 5 \
+    PYTHONPATH=. python benchmarks/bench_train.py --name NAME --config llama8b_64k.toml --steps 5 \
         [--section.key value ...]
 
 Writes benchmarks/results/NAME.json: command, resolved config, commit, versions, device, every logged

@@ -12,7 +12,7 @@ import sys
 import torch.distributed as dist
 
 from torchtitan_lc.config.job_config import JobConfig
-from torchtitan_lc.config.manager import load_config
+from torchtitan_lc.config.manager import load_config, to_toml
 from torchtitan_lc.distributed.setup import init_distributed, seed_everything
 from torchtitan_lc.preflight import check_job
 from torchtitan_lc.tools.errors import UserError
@@ -59,7 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     if is_launched():
         end_with_launcher()
     try:
-        run(checked_config(sys.argv[1:] if argv is None else argv))
+        config = checked_config(sys.argv[1:] if argv is None else argv)
+        if config.job.print_config:
+            if _is_first():
+                print(to_toml(config))
+            return 0
+        run(config)
     except UserError as error:
         if _is_first():
             print(f"torchtitan_lc cannot go on:\n{error}", file=sys.stderr)

@@ -15,7 +15,11 @@ ranks of one context-parallel group own the same lanes and get the same rows.
 A row is S inputs and S labels from S + 1 tokens, so rows overlap by one token: every token of a
 lane but its first is a label exactly once. Labels are shifted here, on the whole row. Cut into
 shards later, no shard has to look for its last label in the next one. Every label is live, EOS
-too: there is no padding, and a mask made by comparing ids would hide the end of documents.
+too: padding, where the ranks need some, lies behind the row and is masked by its place, because
+a mask made by comparing ids would hide the end of documents.
+
+Positions restart where a document begins, also in the middle of a row; they, and no token id,
+say where documents end. What a row cuts off a document is a document of its own in the next row.
 
 Lanes loop over the data for ever, so no rank runs out of it before another.
 """

@@ -132,7 +132,8 @@ class LRScheduler:
     """Warm-up, an optional stable stretch, then decay."""
 
     warmup_steps: int = 200
-    """Steps of linear rise to the peak; the first one takes 1 / warmup_steps of it. Cut to the schedule's length if it is longer."""
+    """Steps of linear rise to the peak; the first one takes 1 / warmup_steps of it. Cut to the
+    schedule's length if it is longer."""
     total_steps: int | None = None
     """Length of the schedule. Left out: training.steps. Give it when a run will be continued to a
     later step, so that the decay keeps its place."""
@@ -217,8 +218,9 @@ class Attention:
     upipe. All give the same function of the same weights."""
     kernel: Literal["auto", "cpu", "cudnn", "sdpa", "fa4", "fa3", "fa2", "math"] = "auto"
     """`fa4` (extra `fa4`, fastest on Hopper), `fa3` and `fa2` (if their packages are installed),
-    `cudnn` and `sdpa` (in torch) need CUDA; `cpu` is torch's flash kernel there; `math` runs anywhere, holds the full score matrix, and is for tests.
-    `auto` takes the best that works and logs why."""
+    `cudnn` and `sdpa` (in torch) need CUDA; `cpu` is torch's flash kernel there; `math` runs
+    anywhere, holds the full score matrix, and is for tests. `auto` takes the fastest that can do
+    the case, where rows hold several documents one with a packed form, and logs why."""
     heads_per_stage: int = 1
     """Query heads of a rank that one upipe stage works on. More heads: fewer exchanges, larger
     buffers; the last stage takes what is left. No effect under the other strategies."""
