@@ -49,12 +49,12 @@ def random_qkv(
     return q, k, v, dout
 
 
-def assert_near(got: Tensor, want: Tensor) -> None:
+def assert_near(got: Tensor, want: Tensor, relative: float = 6e-3) -> None:
     assert got.shape == want.shape
     # bf16 rounds to 2^-9 of a value; a wrong head, row or mask is off by its own size. What is zero
     # in exact arithmetic (dq of a document of one token) may be a rounding of its terms.
     floor = 1e-3 * want.numel() ** 0.5
-    assert (got.double() - want).norm() <= 6e-3 * want.norm() + floor
+    assert (got.double() - want).norm() <= relative * want.norm() + floor
 
 
 def stretches(bounds: Bounds | None) -> Iterator[tuple[int, slice]]:
@@ -70,6 +70,7 @@ def check(
     qkvdo: tuple[Tensor, Tensor, Tensor, Tensor],
     causal: bool,
     bounds: Bounds | None,
+    relative: float = 6e-3,
 ) -> None:
     q, k, v, dout = qkvdo
     rows, length, n, head_dim = q.shape
@@ -88,7 +89,7 @@ def check(
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-3)
     for got, want in zip((out, *grads), (want_out, *want_grads), strict=True):
         for row, tokens in stretches(bounds):  # or an error in a short one would hide
-            assert_near(got[row, tokens], want[row, tokens])
+            assert_near(got[row, tokens], want[row, tokens], relative)
 
 
 @CUDA
@@ -121,7 +122,9 @@ def test_hundreds_of_documents_equal_the_reference(name: str) -> None:
     """Above 256 documents flash-attn-4 finds the document of a block in another way."""
     kernel = kernel_or_skip(name, 128, packed=True)
     bounds = ((*range(0, S - 1, 3), S), (*range(0, 700, 7), S))
-    check(kernel, random_qkv(2, S, 4, 1, 128), True, bounds)
+    # With three keys, dp and its mean nearly cancel, and the rounding of out to bf16 that went into
+    # the mean weighs twice as much (fa4 and FA2 alike: 0.8 % on H200).
+    check(kernel, random_qkv(2, S, 4, 1, 128), True, bounds, relative=1.5e-2)
 
 
 @CUDA

@@ -14,7 +14,7 @@ from tests.unit.attention.test_kernels_reference import (
 )
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import CpuFlash, Kernel, Math
-from torchtitan_lc.attention.kernels.cuda import Cudnn
+from torchtitan_lc.attention.kernels.cuda import Cudnn, head_slices
 
 S, D, SCALE = 37, 16, 0.3
 HERE = pytest.mark.parametrize("kernel", [CpuFlash(), Math()], ids=lambda k: k.name)
@@ -190,3 +190,14 @@ def test_shapes_that_do_not_fit_are_an_error_with_the_numbers(
     lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
     with pytest.raises(ValueError, match=words):
         kernel.backward(q, q, k, k, q, lse, causal=causal, scale=1.0, documents=documents)
+
+
+def test_cudnn_gets_at_most_2_31_elements_a_call_and_every_head_once() -> None:
+    q, k = torch.empty(1, 10, 12, 8), torch.empty(1, 10, 4, 8)  # 240 elements per KV head
+    parts = head_slices(q, k, limit=500)
+    assert parts == [(slice(0, 6), slice(0, 2)), (slice(6, 12), slice(2, 4))]
+    assert len(head_slices(q, k)) == 1
+    uneven = head_slices(q, k, limit=800)
+    assert [(q[:, :, a].shape[2], k[:, :, b].shape[2]) for a, b in uneven] == [(9, 3), (3, 1)]
+    with pytest.raises(ValueError, match="240"):
+        head_slices(q, k, limit=200)

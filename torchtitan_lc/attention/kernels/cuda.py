@@ -47,10 +47,30 @@ def _no_philox(q: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=q.device)
 
 
+def head_slices(q: Tensor, k: Tensor, limit: int = 2**31 - 1) -> list[tuple[slice, slice]]:
+    """(query heads, KV heads) of each call, so that no tensor of a call has more than ``limit`` elements.
+
+    Raises ValueError where a single KV head with its query heads is larger.
+    """
+    group = q.shape[2] // k.shape[2]
+    elements = q.shape[0] * max(q.shape[1], k.shape[1]) * group * q.shape[3]  # of one KV head
+    at_once = limit // elements
+    if at_once == 0:
+        raise ValueError(
+            f"cudnn computes at most {limit} elements at once, and one KV head with its query heads "
+            f"has {elements}: use fa4, sdpa, fewer heads per stage or more ranks"
+        )
+    return [
+        (slice(kv * group, min(kv + at_once, k.shape[2]) * group), slice(kv, kv + at_once))
+        for kv in range(0, k.shape[2], at_once)
+    ]
+
+
 class Cudnn(DocumentLoop):
     """cuDNN's fused attention through torch's own operator (no package to install).
 
-    It builds a plan for every new pair of lengths, so packed rows of many lengths are slow.
+    It builds a plan for every new pair of lengths, so packed rows of many lengths are slow. A call gets
+    as many heads as keep every tensor below 2^31 elements: beyond, results were wrong (H200, cuDNN 9.19).
     """
 
     name = "cudnn"
@@ -68,6 +88,13 @@ class Cudnn(DocumentLoop):
     ) -> tuple[Tensor, Tensor]:
         if k.shape[1] == 1:  # cuDNN refuses a single key; matrix products are linear in it
             return Math().compute(q, k, v, None, causal, scale)
+        parts = head_slices(q, k)
+        if len(parts) > 1:
+            each = [
+                self.row_forward(q[:, :, heads], k[:, :, kv], v[:, :, kv], causal, scale)
+                for heads, kv in parts
+            ]
+            return torch.cat([e[0] for e in each], 2), torch.cat([e[1] for e in each], 1)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
         )
@@ -86,6 +113,23 @@ class Cudnn(DocumentLoop):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if k.shape[1] == 1:
             return Math().compute_backward(dout, q, k, v, out, lse, None, causal, scale)
+        parts = head_slices(q, k)
+        if len(parts) > 1:
+            each = [
+                self.row_backward(
+                    dout[:, :, heads],
+                    q[:, :, heads],
+                    k[:, :, kv],
+                    v[:, :, kv],
+                    out[:, :, heads],
+                    lse[:, heads].contiguous(),
+                    causal,
+                    scale,
+                )
+                for heads, kv in parts
+            ]
+            dq, dk, dv = (torch.cat(grads, 2) for grads in zip(*each, strict=True))
+            return dq, dk, dv
         philox = _no_philox(q)
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first(dout, q, k, v, out),
