@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from torchtitan_lc.attention.kernels import KERNELS, choose_kernel
+from torchtitan_lc.attention.documents import Documents
+from torchtitan_lc.attention.kernels import KERNELS, CpuFlash, choose_kernel
+from torchtitan_lc.attention.kernels.choice import ByRows
 from torchtitan_lc.attention.kernels.packages import installed
 
 BF16 = torch.bfloat16
@@ -44,7 +47,7 @@ FA4, FA3, FA2 = "flash_attn.cute", "flash_attn_interface", "flash_attn.flash_att
         ((FA3, FA2), 128, True, "fa3"),
         ((FA2,), 128, False, "cudnn"),
         ((), 96, False, "cudnn"),
-        ((), 96, True, "sdpa"),  # cudnn has no packed form
+        ((), 96, True, "cudnn, for packed rows sdpa"),  # cudnn has no packed form
         ((), 256, False, "sdpa"),  # cudnn stops at 128
         ((FA2,), 256, True, "sdpa"),
     ],
@@ -178,3 +181,25 @@ def test_flash_attn_3_is_found_by_its_module(
     assert not installed(FA3)
     _package(tmp_path, ["flash_attn_interface.py"], monkeypatch)
     assert installed(FA3)
+
+
+def test_rows_of_several_documents_go_to_the_kernel_that_has_a_form_for_them() -> None:
+    class Named(CpuFlash):
+        def __init__(self, calls: list[str], label: str) -> None:
+            self.calls, self.label = calls, label
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append(self.label)
+            return super().forward(*args, **kwargs)
+
+        def backward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append(self.label)
+            return super().backward(*args, **kwargs)
+
+    calls: list[str] = []
+    kernel = ByRows(Named(calls, "whole"), Named(calls, "packed"))
+    q, k, v, dout = torch.randn(4, 1, 6, 2, 8)
+    for documents in (None, Documents(((0, 2, 6),))):
+        out, lse = kernel.forward(q, k, v, causal=True, scale=0.3, documents=documents)
+        kernel.backward(dout, q, k, v, out, lse, causal=True, scale=0.3, documents=documents)
+    assert calls == ["whole", "whole", "packed", "packed"]
