@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_lc.attention.base import ALONE, AttentionShape, Peers, Projection, Projections
+from torchtitan_lc.attention.bound import BoundProjection
 from torchtitan_lc.attention.comm import HeadExchange
 from torchtitan_lc.attention.documents import Documents
-from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage, plan_heads, runs
+from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage, plan_heads
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.ring import Ring
@@ -131,64 +132,6 @@ class _AttentionHalf(torch.autograd.Function):
         return (None, None, None, dh, None, *dweights)
 
 
-class _Bound:
-    """A projection with the weights of this call; cuts them to heads and collects their gradients."""
-
-    def __init__(self, part: Projection, weights: Sequence[Tensor], n_heads: int) -> None:
-        self.fn: Callable[..., Any] = part.fn  # a tensor, or k and v: its caller knows
-        self.weights = weights
-        self.axes = [w.head_axis for w in part.weights]
-        self.n_heads = n_heads
-        self.sums: list[Tensor | None] = [None] * len(weights)
-        self.needs_grad: Sequence[bool] = [False] * len(weights)
-
-    def cut(self, heads: Heads) -> list[Tensor]:
-        """The weights of ``heads``, in that order; views where the heads are consecutive."""
-        return [
-            w if axis is None else torch.cat(pieces, dim=axis) if len(pieces) > 1 else pieces[0]
-            for w, axis, pieces in self._pieces(self.weights, heads)
-        ]
-
-    def leaves(self, heads: Heads) -> list[Tensor]:
-        return [leaf(w, need) for w, need in zip(self.cut(heads), self.needs_grad, strict=True)]
-
-    def add_grads(self, heads: Heads, grads: Sequence[GradSum]) -> None:
-        """Add the gradients of the cut weights to those of the whole weights (at least fp32)."""
-        for i, grad in enumerate(grads):
-            if not self.needs_grad[i] or grad.total is None:
-                continue
-            total = self.sums[i]
-            if total is None:
-                w = self.weights[i]
-                total = self.sums[i] = torch.zeros_like(w, dtype=sum_dtype(w.dtype))
-            axis = self.axes[i]
-            if axis is None:
-                total += grad.total
-                continue
-            done = 0
-            for piece in self._cut_one(total, axis, heads):
-                piece += grad.total.narrow(axis, done, piece.shape[axis])
-                done += piece.shape[axis]
-
-    def results(self) -> list[Tensor | None]:
-        return [
-            None if not need else torch.zeros_like(w) if total is None else total.to(w.dtype)
-            for w, total, need in zip(self.weights, self.sums, self.needs_grad, strict=True)
-        ]
-
-    def _pieces(
-        self, tensors: Sequence[Tensor], heads: Heads
-    ) -> list[tuple[Tensor, int | None, list[Tensor]]]:
-        return [
-            (t, axis, [] if axis is None else self._cut_one(t, axis, heads))
-            for t, axis in zip(tensors, self.axes, strict=True)
-        ]
-
-    def _cut_one(self, tensor: Tensor, axis: int, heads: Heads) -> list[Tensor]:
-        size = tensor.shape[axis] // self.n_heads
-        return [tensor.narrow(axis, first * size, count * size) for first, count in runs(heads)]
-
-
 class _Half:
     """One pass, forward or backward, over the stages."""
 
@@ -207,9 +150,9 @@ class _Half:
         self.plan = strategy.plan(p.n_heads, p.n_kv_heads)
         left = list(weights)
 
-        def bind(part: Projection, n_heads: int) -> _Bound:
+        def bind(part: Projection, n_heads: int) -> BoundProjection:
             mine = [left.pop(0) for _ in part.weights]
-            return _Bound(part, mine, n_heads)
+            return BoundProjection(part, mine, n_heads)
 
         self.norm = bind(p.norm, 1)
         self.query = bind(p.query, p.n_heads)
@@ -352,7 +295,7 @@ class _Half:
 
     def _projection_backward(
         self,
-        bound: _Bound,
+        bound: BoundProjection,
         heads: Heads,
         grads_of: Callable[[int, int], list[Tensor]],
         dx: Tensor,

@@ -1,0 +1,71 @@
+"""A projection with the weights of one call: cut to the heads of a stage, and their gradients put back.
+
+Weights are cut by slices, never by an index tensor, so nothing is copied to the device; the gradients of
+all stages are summed in at least fp32 in the place of the whole weight, and handed out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lc.attention.base import Projection
+from torchtitan_lc.attention.heads import Heads, runs
+from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype
+
+
+class BoundProjection:
+    """A projection with the weights of this call; cuts them to heads and collects their gradients."""
+
+    def __init__(self, part: Projection, weights: Sequence[Tensor], n_heads: int) -> None:
+        self.fn: Callable[..., Any] = part.fn  # a tensor, or k and v: its caller knows
+        self.weights = weights
+        self.axes = [w.head_axis for w in part.weights]
+        self.n_heads = n_heads
+        self.sums: list[Tensor | None] = [None] * len(weights)
+        self.needs_grad: Sequence[bool] = [False] * len(weights)
+
+    def cut(self, heads: Heads) -> list[Tensor]:
+        """The weights of ``heads``, in that order; views where the heads are consecutive."""
+        return [
+            w if axis is None else _join(self._slices(w, axis, heads), axis)
+            for w, axis in zip(self.weights, self.axes, strict=True)
+        ]
+
+    def leaves(self, heads: Heads) -> list[Tensor]:
+        return [leaf(w, need) for w, need in zip(self.cut(heads), self.needs_grad, strict=True)]
+
+    def add_grads(self, heads: Heads, grads: Sequence[GradSum]) -> None:
+        """Add the gradients of the cut weights to those of the whole weights (at least fp32)."""
+        for i, grad in enumerate(grads):
+            if not self.needs_grad[i] or grad.total is None:
+                continue
+            total = self.sums[i]
+            if total is None:
+                w = self.weights[i]
+                total = self.sums[i] = torch.zeros_like(w, dtype=sum_dtype(w.dtype))
+            axis = self.axes[i]
+            if axis is None:
+                total += grad.total
+                continue
+            done = 0
+            for piece in self._slices(total, axis, heads):
+                piece += grad.total.narrow(axis, done, piece.shape[axis])
+                done += piece.shape[axis]
+
+    def results(self) -> list[Tensor | None]:
+        return [
+            None if not need else torch.zeros_like(w) if total is None else total.to(w.dtype)
+            for w, total, need in zip(self.weights, self.sums, self.needs_grad, strict=True)
+        ]
+
+    def _slices(self, tensor: Tensor, axis: int, heads: Heads) -> list[Tensor]:
+        size = tensor.shape[axis] // self.n_heads
+        return [tensor.narrow(axis, first * size, count * size) for first, count in runs(heads)]
+
+
+def _join(slices: list[Tensor], axis: int) -> Tensor:
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=axis)
