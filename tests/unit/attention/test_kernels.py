@@ -14,7 +14,7 @@ from tests.unit.attention.test_kernels_reference import (
 )
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import CpuFlash, Kernel, Math
-from torchtitan_lc.attention.kernels.cuda import Cudnn, head_slices
+from torchtitan_lc.attention.kernels.cuda import Cudnn, head_slices, within_reach
 
 S, D, SCALE = 37, 16, 0.3
 HERE = pytest.mark.parametrize("kernel", [CpuFlash(), Math()], ids=lambda k: k.name)
@@ -201,3 +201,11 @@ def test_cudnn_gets_at_most_2_31_elements_a_call_and_every_head_once() -> None:
     assert [(q[:, :, a].shape[2], k[:, :, b].shape[2]) for a, b in uneven] == [(9, 3), (3, 1)]
     with pytest.raises(ValueError, match="240"):
         head_slices(q, k, limit=200)
+
+
+def test_a_view_that_reaches_too_far_is_copied_and_others_are_not() -> None:
+    wide = torch.arange(4 * 6.0).view(1, 4, 6, 1)
+    view = wide[:, :, :2]
+    assert within_reach(view, limit=20) is view  # its last element is 19 after its first
+    copy = within_reach(view, limit=19)
+    assert copy.is_contiguous() and torch.equal(copy, view)

@@ -66,11 +66,20 @@ def head_slices(q: Tensor, k: Tensor, limit: int = 2**31 - 1) -> list[tuple[slic
     ]
 
 
+def within_reach(x: Tensor, limit: int = 2**31 - 1) -> Tensor:
+    """``x``, as a contiguous copy if from its first to its last element is more than ``limit``."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if last < limit else x.contiguous()
+
+
 class Cudnn(DocumentLoop):
     """cuDNN's fused attention through torch's own operator (no package to install).
 
-    It builds a plan for every new pair of lengths, so packed rows of many lengths are slow. A call gets
-    as many heads as keep every tensor below 2^31 elements: beyond, results were wrong (H200, cuDNN 9.19).
+    It builds a plan for every new pair of lengths, so packed rows of many lengths are slow.
+
+    Tensors of a call stay below 2^31 elements from their first to their last: beyond, cuDNN 9.19 took
+    the wrong rows of q in backward (H200; dk off by up to 22 %, nothing said). So a call gets as many
+    heads as fit, and a copy of them where they are a view of something larger.
     """
 
     name = "cudnn"
@@ -96,7 +105,7 @@ class Cudnn(DocumentLoop):
             ]
             return torch.cat([e[0] for e in each], 2), torch.cat([e[1] for e in each], 1)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+            *heads_first(*map(within_reach, (q, k, v))), None, True, 0.0, causal, False, scale=scale
         )
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
@@ -132,7 +141,7 @@ class Cudnn(DocumentLoop):
             return dq, dk, dv
         philox = _no_philox(q)
         grads = _aten._scaled_dot_product_cudnn_attention_backward(
-            *heads_first(dout, q, k, v, out),
+            *heads_first(*map(within_reach, (dout, q, k, v, out))),
             lse.unsqueeze(-1),
             philox[0],
             philox[1],
