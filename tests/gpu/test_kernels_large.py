@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_a_whole_row_of_8k_equals_the_reference(name: str, packed: bool) -> None
     length = 8192
     documents = Documents(((0, 1, 1000, 4097, length),)) if packed else None
     q, k, v, dout = random_qkv(length, 4, 1, 128)
-    case = {"causal": True, "scale": 128**-0.5, "documents": documents}
+    case: dict[str, Any] = {"causal": True, "scale": 128**-0.5, "documents": documents}
     exact, wide = Math(), [x.double() for x in (q, k, v)]
     want_out, want_lse = exact.forward(*wide, **case)
     want = exact.backward(dout.double(), *wide, want_out, want_lse, **case)
