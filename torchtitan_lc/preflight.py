@@ -22,6 +22,7 @@ from torchtitan_lc.attention.strategies import best_ulysses_degree, make_strateg
 from torchtitan_lc.components.checkpoint_folders import choose_start
 from torchtitan_lc.components.checkpoint_reading import misfit
 from torchtitan_lc.components.data import check_dataset
+from torchtitan_lc.components.metric_writers import missing_packages
 from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.no_effect import warn
@@ -126,6 +127,8 @@ def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) 
         if tokenizer is not None:
             collect(lambda: _check_vocabulary(tokenizer, model))
     collect(lambda: check_dataset(config.training))
+    collect(lambda: _check_dump_folder(config.job.dump_folder))
+    problems += missing_packages(config.metrics)
     start = collect(lambda: choose_start(config.checkpoint, config.job.dump_folder))
     if start is not None and start.path is not None and model is not None:
         path = start.path
@@ -165,6 +168,19 @@ def _check_fits(config: JobConfig, model: JobModel, path: Path) -> None:
     problem = misfit(path, ["model"], shapes, name)
     if problem:
         raise UserError(problem)
+
+
+def _check_dump_folder(dump_folder: str) -> None:
+    """UserError where the folder is not there and cannot be made, or cannot be written to."""
+    folder = Path(dump_folder).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        problem = f"{existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written to"
+    else:
+        return
+    raise UserError(f"job.dump_folder = {dump_folder!r}: {problem}; name another folder")
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: JobModel) -> None:

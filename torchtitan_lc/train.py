@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         run(config)
     except UserError as error:
-        if _is_first():
+        # Of a launched job the other ranks' stderr is a file each, and one may fail alone.
+        if _is_first() or is_launched():
             print(f"torchtitan_lc cannot go on:\n{error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.strategies import make_strategy
+from torchtitan_lc.components.agreement import all_or_none
 from torchtitan_lc.components.checkpoint import CheckpointManager
 from torchtitan_lc.components.data import build_loader
 from torchtitan_lc.components.lr_scheduler import build_lr_scheduler
@@ -40,6 +41,7 @@ from torchtitan_lc.ops.loss import IGNORE_INDEX
 from torchtitan_lc.preflight import attention_shape, job_kernel, job_model, ulysses_degree
 from torchtitan_lc.self_check import self_check
 from torchtitan_lc.tools.dtypes import torch_dtype
+from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.hardware import (
     describe_device,
     device_name,
@@ -210,10 +212,7 @@ class Trainer:
 
     def train_step(self, metrics: MetricsProcessor) -> StepResult:
         """One optimizer step over the global batch."""
-        batches = [self._next_batch(i, metrics) for i in range(self.accumulation)]
-        n_labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-        # Counted and summed on the host, so that no rank waits for its device here.
-        n_labels_global = int(sum_over_ranks(torch.tensor(n_labels)))
+        batches, n_labels, n_labels_global = self._next_batches(metrics)
 
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         while batches:
@@ -235,6 +234,25 @@ class Trainer:
         self.state.step += 1
         self.state.n_tokens_seen += self.rows_per_step * self.config.training.seq_len
         return StepResult(loss_sum, n_labels, n_labels_global, grad_norm)
+
+    def _next_batches(self, metrics: MetricsProcessor) -> tuple[list[Batch], int, int]:
+        """The step's micro-batches, their live labels, and the live labels of all ranks.
+
+        Raises UserError on every rank where one rank cannot read its rows: the others would wait for
+        it, and what it has to say would stay in its own log.
+        """
+        batches, problem = [], None
+        try:
+            batches = [self._next_batch(i, metrics) for i in range(self.accumulation)]
+        except UserError as error:
+            problem = str(error)
+        n_labels = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+        # Counted and summed on the host, so that no rank waits for its device here.
+        mine = torch.tensor([n_labels, problem is not None])
+        n_labels_global, n_problems = sum_over_ranks(mine).tolist()
+        if n_problems:
+            all_or_none(problem)
+        return batches, n_labels, n_labels_global
 
     def _next_batch(self, index: int, metrics: MetricsProcessor) -> Batch:
         """This rank's part of the rows of micro-batch ``index``, on the host."""
@@ -263,10 +281,11 @@ class Trainer:
         )
 
     def _last_lr(self) -> float:
-        """The rate of the step just done; the scheduler already stands at the next one."""
-        return float(self.lr_scheduler.lr_lambdas[0](self.state.step - 1)) * float(
-            self.lr_scheduler.base_lrs[0]
-        )
+        """The rate of the step just done; the scheduler already stands at the next one. It counts for
+        itself: a checkpoint can be loaded without it."""
+        scheduler = self.lr_scheduler
+        done = scheduler.last_epoch - 1
+        return float(scheduler.lr_lambdas[0](done)) * float(scheduler.base_lrs[0])
 
     def metrics(self, start: int) -> MetricsProcessor:
         args = self.model_name.args

@@ -196,7 +196,7 @@ def train_async(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]
     """Each step is saved in the background while gloo collectives of the next steps go on."""
     small = SmallRun(folder, config(interval=1, async_mode="async", keep_latest_k=2))
     wholes = [small.train_to(step).whole() for step in range(1, 5)]
-    small.manager.close()
+    small.manager.wait()
     return wholes
 
 
@@ -228,7 +228,7 @@ def train_until_the_disk_is_full(rank: int, world_size: int, folder: str, mode: 
             patch.setattr(FileSystemWriter, "write_data", full)
         with pytest.raises(UserError) as refused:
             small.train_to(3)
-            small.manager.close()
+            small.manager.wait()
     return str(refused.value)
 
 
@@ -252,3 +252,17 @@ def test_lane_speeds_differ_so_that_a_mixed_up_lane_would_show(tmp_path: Path) -
     saved = run_distributed(save_at_step_3, 2, str(tmp_path), None)
     positions = [lane["document"] for lane in lanes_of(saved).values()]
     assert all(a != b for a, b in itertools.combinations(positions, 2))
+
+
+def one_rank_fails_while_a_save_is_in_flight(rank: int, world_size: int, folder: str) -> None:
+    small = SmallRun(folder, config(interval=1, async_mode="async")).train_to(1)
+    if rank == 1:
+        small.manager.close()
+    dist.barrier()  # the other rank goes on with the training
+    small.manager.close()
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others_to_end_its_save(
+    tmp_path: Path,
+) -> None:
+    run_distributed(one_rank_fails_while_a_save_is_in_flight, 2, str(tmp_path), timeout=30)

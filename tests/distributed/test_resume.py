@@ -135,6 +135,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return _run(2, tmp_path_factory.mktemp("whole") / "run", 6)
 
 
+def test_the_rate_that_is_logged_is_the_one_that_was_used_also_without_the_old_schedule(
+    tmp_path: Path,
+) -> None:
+    _run(1, tmp_path, 4)
+    _run(1, tmp_path, 6, checkpoint__exclude_from_loading=["lr_scheduler"])
+    first, resumed = _logged(tmp_path)[:2], _logged(tmp_path)[4:]
+    assert [line["step"] for line in resumed] == [5, 6]
+    assert [line["lr"] for line in resumed] == [line["lr"] for line in first]  # it starts anew
+
+
 def test_a_complete_job_says_so_and_trains_nothing(tmp_path: Path) -> None:
     first = _run(1, tmp_path, 2)
     again = _run(1, tmp_path, 2)

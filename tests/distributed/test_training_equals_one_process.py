@@ -32,11 +32,15 @@ def _full(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu().clone()
 
 
-def one_step(settings: dict[str, Any], rows: dict[str, Tensor], device: str) -> dict[str, Any]:
-    """Run one step of the real Trainer; its loss, gradients and new weights, whole, on the CPU."""
+def one_step(
+    settings: dict[str, Any], rows: dict[str, Tensor] | None, device: str
+) -> dict[str, Any]:
+    """Run one step of the real Trainer; its loss, gradients and new weights, whole, on the CPU.
+    rows: None takes those of the trainer's own loader."""
     trainer = Trainer(tiny_config(settings), torch.device(device))
-    trainer.loader.close()
-    trainer.loader = FixedRows(rows)  # type: ignore[assignment]
+    if rows is not None:
+        trainer.loader.close()
+        trainer.loader = FixedRows(rows)  # type: ignore[assignment]
     grads: dict[str, Tensor] = {}
 
     def keep_grads(*_: Any) -> None:
@@ -49,6 +53,7 @@ def one_step(settings: dict[str, Any], rows: dict[str, Tensor], device: str) -> 
     with trainer.metrics(start=0) as metrics:
         result = trainer.train_step(metrics)
         logged = trainer.log_step(metrics, result)
+    trainer.loader.close()
     return {
         "loss": logged["loss"],
         "grad_norm": result.grad_norm.item(),
@@ -66,16 +71,20 @@ def check(settings: dict[str, Any], rows: dict[str, Tensor], device: str = "cpu"
     loss, grads = reference_step(model, args, rows)
     got = one_step(settings, rows, device)
     label = str(settings)
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads.values()])).item()
+    max_norm = settings.get("training.max_norm", 0.0)
+    assert max_norm < norm, "clipping must bite to be seen"
+    rate = max_norm / norm if max_norm else 1.0  # of SGD at rate 1
     assert abs(got["loss"] - loss) <= LOSS_ABS, (label, got["loss"], loss)
     assert set(got["grads"]) == set(grads)
     for name, grad in grads.items():
+        grad = rate * grad
         error = (got["grads"][name] - grad).norm() / grad.norm()
         assert error <= GRAD_REL, (label, name, error.item())
-        expected = dict(model.named_parameters())[name].detach() - grad  # SGD at rate 1
+        expected = dict(model.named_parameters())[name].detach() - grad
         # A weight near 1 that moves by little is rounded to fp32's 6e-8 of itself.
         bound = GRAD_REL * grad.norm() + 1e-7 * expected.norm()
         assert (got["weights"][name] - expected).norm() <= bound, (label, name)
-    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads.values()])).item()
     assert abs(got["grad_norm"] - norm) <= 1e-5 * norm, (label, got["grad_norm"], norm)
     assert got["n_tokens_seen"] == ROWS * SEQ
 
@@ -105,6 +114,8 @@ def _equality_table(rank: int, world_size: int, dp: int, cp: int, tmp: str) -> i
             "job.dump_folder": tmp,
         }
         check(settings, rows)
+    # Without accumulation: all rows of a data-parallel rank in one micro-batch.
+    check({**settings, "training.local_batch_size": ROWS // dp}, rows)
     return len(cases)
 
 
@@ -124,12 +135,13 @@ def _odd_cases(rank: int, world_size: int, tmp: str) -> None:
     for flavor in ("six", "seven", "tied"):
         for strategy in strategies(world_size)[:3]:
             check({**cp, **strategy, "model.flavor": flavor, "training.local_batch_size": 2}, rows)
-    for reshard in ("always", "never"):
-        check(
-            {**cp, "model.flavor": "tied", "parallelism.fsdp_reshard_after_forward": reshard}, rows
-        )
+    for flavor, reshard in itertools.product(("tied", "gqa"), ("always", "never")):
+        kept = {"model.flavor": flavor, "parallelism.fsdp_reshard_after_forward": reshard}
+        check({**cp, **kept}, rows)
     replicas = {"parallelism.data_parallel_replicate_degree": 2}
     check({**base, **replicas, "model.flavor": "gqa"}, rows)
+    for spread in (base, cp, {**base, **replicas}):
+        check({**spread, "training.max_norm": 0.5}, rows)
     packed = masked_rows(ROWS, SEQ, packed=True)
     for strategy in (*strategies(world_size)[:2], {"attention.strategy": "ring"}):
         for mode in MODES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,27 @@ def test_what_does_not_depend_on_the_model_is_told_beside_an_unknown_model() -> 
 @pytest.mark.parametrize("seq_len", [63, 1])
 def test_a_row_of_any_length_passes_as_it_is_padded_to_the_layouts_multiple(seq_len: int) -> None:
     assert problems({"training.seq_len": seq_len}) == []
+
+
+def test_a_dump_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (text,) = problems({"job.dump_folder": str(file / "deep" / "folder")})
+    assert text.startswith("job.dump_folder = ") and f"{file} is a file" in text
+    assert problems({"job.dump_folder": str(tmp_path / "new" / "folder")}) == []
+    assert not (tmp_path / "new").exists()
+
+
+def test_packages_that_metrics_need_are_looked_for_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert problems({}) == []
+    found = problems({"metrics.enable_wandb": True, "metrics.enable_tensorboard": True})
+    assert len(found) == 2
+    assert any("pip install tensorboard" in text for text in found)
+    assert any('pip install "torchtitan_lc[wandb]"' in text for text in found)
 
 
 def test_a_key_without_effect_is_said_once_and_not_by_a_quiet_check(

@@ -212,8 +212,7 @@ class _Mask:
         if self.bounds is None:
             return None
         ranges = Layout(ring=self.ranks).ring_ranges(self.rank, self.seq_len)
-        rows = tuple(_clip(bounds, tuple(ranges)) for bounds in self.bounds)
-        return None if all(len(row) == 2 for row in rows) else Documents(rows)
+        return _own_documents(self.bounds, tuple(ranges))
 
     def rectangles(self, source: int) -> list[tuple[slice, Rectangle]]:
         """(rows, rectangle) for this rank's queries and the keys of ring rank ``source``."""
@@ -227,7 +226,16 @@ class _Mask:
         return [(slice(i, i + 1), box) for i, row in enumerate(boxes) for box in row]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)
+def _own_documents(
+    rows: tuple[tuple[int, ...], ...], ranges: tuple[Range, ...]
+) -> Documents | None:
+    """One object for all layers and stages of a micro-batch: it keeps its boundaries on the device, and
+    a copy from the host at every kernel call would make the host wait for the device each time."""
+    clipped = tuple(_clip(bounds, ranges) for bounds in rows)
+    return None if all(len(row) == 2 for row in clipped) else Documents(clipped)
+
+
 def _clip(bounds: tuple[int, ...], ranges: tuple[Range, ...]) -> tuple[int, ...]:
     """Boundaries of the documents within ``ranges`` of a row, laid end to end."""
     result, at, last = [0], 0, -1

@@ -126,6 +126,7 @@ class _AttentionHalf(torch.autograd.Function):
     def backward(ctx: Any, dh1: Tensor) -> tuple[Tensor | None, ...]:
         h, positions, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.n_weights], rest[ctx.n_weights :]
+        del rest  # kept is used up stage by stage: nothing else may hold what is in it
         strategy, projections, documents = ctx.of
         half = _Half(strategy, projections, documents, h, positions, weights)
         dh, dweights = half.backward(dh1.contiguous(), kept, ctx.needs_input_grad[5:])
@@ -165,17 +166,27 @@ class _Half:
         """h1 [B, T, M], and per stage (out packed, lse) for backward."""
         replayed = tape_to_replay()
         kept: list[Tensor] = list(replayed.pop()) if replayed is not None else self._attend()
-        h1 = self.h.clone(memory_format=torch.contiguous_format)
-        for stage, out in zip(self.plan.stages, kept[::2], strict=True):
-            exchange = self._exchange(stage.q_heads)
-            wo = self.output.cut(stage.all_q_heads)
-            for start, stop in self._tiles():
-                tile = exchange.read_rows(out, start, stop)
-                h1[:, start:stop] += self.output.fn(tile, *wo)
+        h1 = self._add_outputs(kept[::2])
         tape = tape_to_record()
         if tape is not None:
             tape.push(tuple(kept))
         return h1, kept
+
+    def _add_outputs(self, outs: Sequence[Tensor]) -> Tensor:
+        """h + output(all heads): one matrix product over the heads of all stages, in their order.
+
+        Adding stage after stage would round to the dtype of the residual stream once per stage, and
+        the stream is larger than what is added.
+        """
+        stages = self.plan.stages
+        exchanges = [self._exchange(stage.q_heads) for stage in stages]
+        wo = self.output.cut(tuple(head for stage in stages for head in stage.all_q_heads))
+        h1 = torch.empty_like(self.h, memory_format=torch.contiguous_format)
+        for start, stop in self._tiles():
+            tiles = [e.read_rows(out, start, stop) for e, out in zip(exchanges, outs, strict=True)]
+            tile = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+            torch.add(self.h[:, start:stop], self.output.fn(tile, *wo), out=h1[:, start:stop])
+        return h1
 
     def _attend(self) -> list[Tensor]:
         kept: list[Tensor] = []
@@ -202,27 +213,29 @@ class _Half:
     # -- backward
 
     def backward(
-        self, dh1: Tensor, kept: Sequence[Tensor], needs_grad: Sequence[bool]
+        self, dh1: Tensor, kept: list[Tensor], needs_grad: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
+        """dh and the weights' gradients; empties ``kept``."""
         bounds = (self.norm, self.query, self.key_value, self.output)
         flags = list(needs_grad)
         for bound in bounds:
             bound.needs_grad = [flags.pop(0) for _ in bound.weights]
         dx = torch.zeros_like(self.h, memory_format=torch.contiguous_format)  # of the normed input
         held: dict[int, tuple[Tensor, Tensor]] = {}
-        dheld: dict[int, tuple[Tensor, Tensor]] = {}
+        dheld: dict[int, list[Tensor]] = {}
         for index, stage in enumerate(self.plan.stages):
             if any(stage.kv_heads):
                 held[index] = self._project_key_value(stage)
-                k, v = held[index]
-                dheld[index] = torch.zeros_like(k), torch.zeros_like(v)
-            out, lse = kept[2 * index], kept[2 * index + 1]
-            dq = self._stage_backward(stage, dh1, out, lse, held, dheld)
+            dq = self._stage_backward(stage, dh1, kept, held, dheld)
             self._query_backward(stage, dq, dx)
             del dq
             for arrival in stage.releases:
-                del held[arrival]
-                self._key_value_backward(self.plan.stages[arrival], *dheld.pop(arrival), dx)
+                k, v = held.pop(arrival)
+                # A rank that is idle in all of the stages has no gradient for its share, of no heads.
+                dk, dv = dheld.pop(arrival, [k, v])
+                del k, v
+                self._key_value_backward(self.plan.stages[arrival], dk, dv, dx)
+                del dk, dv
         dh = self._norm_backward(dh1, dx)
         return dh, [grad for bound in bounds for grad in bound.results()]
 
@@ -230,15 +243,16 @@ class _Half:
         self,
         stage: Stage,
         dh1: Tensor,
-        out_packed: Tensor,
-        lse: Tensor,
+        kept: list[Tensor],
         held: dict[int, tuple[Tensor, Tensor]],
-        dheld: dict[int, tuple[Tensor, Tensor]],
+        dheld: dict[int, list[Tensor]],
     ) -> Tensor:
         """Gradient of the stage's q [B, S, n, D]; those of k and v are added to ``dheld``."""
         exchange = self._exchange(stage.q_heads)
+        out_packed, lse = kept.pop(0), kept.pop(0)
         dout = exchange.seq_to_heads(self._output_backward(stage, dh1, out_packed))
         out = exchange.seq_to_heads(out_packed)
+        del out_packed
         q = self._project_query(stage)
         dqs = []
         for seg in stage.segments[self.s.rank]:
@@ -254,8 +268,15 @@ class _Half:
                 **self.mask,
             )
             dqs.append(dq)
-            for total, part in zip(dheld[seg.arrival], (dk, dv), strict=True):
-                total[:, :, kv_heads] += part
+            if seg.arrival not in dheld and dk.shape == held[seg.arrival][0].shape:
+                dheld[seg.arrival] = [dk, dv]  # the first stage's gradients become the sum
+            else:
+                sums = dheld.setdefault(
+                    seg.arrival, [torch.zeros_like(x) for x in held[seg.arrival]]
+                )
+                for total, part in zip(sums, (dk, dv), strict=True):
+                    total[:, :, kv_heads] += part
+            del dk, dv
         return _join(dqs, dim=2, empty=q)
 
     def _output_backward(self, stage: Stage, dh1: Tensor, out_packed: Tensor) -> Tensor:

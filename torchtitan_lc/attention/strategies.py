@@ -55,9 +55,11 @@ def best_ulysses_degree(cp: int, n_heads: int, n_kv_heads: int, ranks_per_node: 
 
     Exchanging heads moves less than passing K and V round, so the degree is as large as heads allow;
     but an idle slot costs its share of all attention time, so at most one in sixteen may be idle.
+    The ranks of an exchange are neighbours, beginning at a multiple of the degree; so they are all on
+    one node where the degree divides the node's ranks too.
     """
     for degree in range(min(cp, n_heads, ranks_per_node), 1, -1):
-        if cp % degree:
+        if cp % degree or ranks_per_node % degree:
             continue
         plan = plan_heads(n_heads, n_kv_heads, degree, 1)
         if 16 * plan.idle_slots <= plan.slots:

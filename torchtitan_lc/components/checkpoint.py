@@ -247,8 +247,21 @@ class CheckpointManager:
         self._finished(step, began)
 
     def close(self) -> None:
-        """Wait for the save in flight. Call it before the process group is destroyed."""
-        self.wait()
+        """Let the save in flight finish its files. Call it before the process group is destroyed.
+
+        A run that ends well has called `wait`; so this is for one that failed, maybe on this rank
+        alone. No other rank is asked for anything, no old step is removed, and what the save met is
+        logged: raised, it would take the place of the error that ended the run.
+        """
+        if self._in_flight is None:
+            return
+        step, future, _ = self._in_flight
+        self._in_flight = None
+        error = future.exception()
+        if error is not None:
+            if isinstance(error, CheckpointException):
+                error = self._not_written(step, error)
+            logger.error(f"The save of step {step} failed too: {error}")
 
     def _full(self) -> dict[str, Any]:
         # Copies of plain values: whether async staging makes its own is torch's to change.

@@ -6,6 +6,7 @@ dropped, so that each step appears once.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -18,10 +19,33 @@ if TYPE_CHECKING:
     from torchtitan_lc.config.job_config import Metrics as MetricsConfig
 
 
+# Key in [metrics] -> the package that its writer needs, and what to install for it.
+_PACKAGES = {
+    "enable_tensorboard": ("tensorboard", "tensorboard"),
+    "enable_wandb": ("wandb", '"torchtitan_lc[wandb]"'),
+}
+
+
 class Writer(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def missing_packages(config: MetricsConfig) -> list[str]:
+    """What to install for the writers that the config asks for, a text for each; imports none."""
+    return [
+        _not_installed(key)
+        for key, (package, _) in _PACKAGES.items()
+        if getattr(config, key) and importlib.util.find_spec(package) is None
+    ]
+
+
+def _not_installed(key: str) -> str:
+    package, install = _PACKAGES[key]
+    return (
+        f"metrics.{key} needs the package {package}, which is not installed: pip install {install}"
+    )
 
 
 def build_writers(
@@ -98,10 +122,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError(
-                "metrics.enable_tensorboard needs the package tensorboard, which is not installed: "
-                "pip install tensorboard"
-            ) from error
+            raise UserError(_not_installed("enable_tensorboard")) from error
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
         logger.info(f"TensorBoard logs go to {folder}")
 
@@ -122,10 +143,7 @@ class Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise UserError(
-                "metrics.enable_wandb needs the package wandb, which is not installed: "
-                'pip install "torchtitan_lc[wandb]"'
-            ) from error
+            raise UserError(_not_installed("enable_wandb")) from error
         dump_folder.mkdir(parents=True, exist_ok=True)
         run_name = os.getenv("WANDB_RUN_NAME")
         self._run = wandb.init(

@@ -86,11 +86,6 @@ TABLE = (
         ("training.dataset_path",),
         'training.dataset "stdlib" finds its own files',
     ),
-    Row(
-        lambda c: c.training.dtype == "bfloat16",
-        ("training.mixed_precision_param",),
-        "the parameters are bfloat16 already: float32 copies would hold the same values",
-    ),
     Row(lambda c: not c.compile.enable, ("compile.backend",), "compile.enable is false"),
     Row(lambda c: not c.checkpoint.enable, ("checkpoint.*",), "checkpoint.enable is false"),
     Row(

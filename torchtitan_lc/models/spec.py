@@ -76,7 +76,12 @@ class ModelSpec:
 
 def shrink_fields(args: Any) -> Any:
     """Dataclass args with at most 2 layers, an MLP of 256 and a vocabulary of 512, where they have
-    fields of these names."""
+    fields of these names. Raises UserError for args that are no dataclass."""
+    if not dataclasses.is_dataclass(args) or isinstance(args, type):
+        raise UserError(
+            f"the self-check cannot make {type(args).__name__} smaller, which is no dataclass: make it "
+            "one, or give ModelSpec a `shrink`; attention.self_check = false trains without the check"
+        )
     limits = {"n_layers": 2, "hidden_dim": 256, "vocab_size": 512}
     names = {f.name for f in dataclasses.fields(args)}
     small = {n: min(getattr(args, n), limit) for n, limit in limits.items() if n in names}

@@ -197,7 +197,7 @@ def test_an_async_save_holds_what_was_true_at_the_call(
         run.train_one()
     assert not (tmp_path / "checkpoint" / "step-3" / ".metadata").exists()
     writer.go.set()
-    run.manager.close()
+    run.manager.wait()
     loaded = SmallRun(tmp_path, config(), seed=9)
     assert loaded.manager.load() == 3
     assert differing(at_the_call, loaded.whole()) == []
@@ -206,7 +206,7 @@ def test_an_async_save_holds_what_was_true_at_the_call(
 def test_each_of_many_async_saves_holds_its_own_step(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, config(interval=1, async_mode="async"))
     wholes = [run.train_to(step).whole() for step in range(1, 7)]
-    run.manager.close()
+    run.manager.wait()
     for step, whole in enumerate(wholes, start=1):
         loaded = SmallRun(tmp_path, config(load_step=step), seed=9)
         loaded.manager.load()
@@ -224,7 +224,7 @@ def test_one_async_save_is_in_flight_at_a_time(
     assert second.is_alive() and steps_in(tmp_path) == [1]
     writer.go.set()
     second.join(timeout=30)
-    run.manager.close()
+    run.manager.wait()
     assert steps_in(tmp_path) == [1, 2]
 
 
@@ -249,7 +249,7 @@ def test_a_save_that_fails_is_told_and_leaves_older_checkpoints_untouched(
     monkeypatch.setattr(FileSystemWriter, "write_data", disk_full)
     with pytest.raises(UserError, match=r"step-3 could not be written: .*No space left"):
         run.train_to(3)
-        run.manager.close()
+        run.manager.wait()
     monkeypatch.undo()
     assert fingerprint(tmp_path) == before
     assert SmallRun(tmp_path, config()).manager.load() == 2
@@ -265,8 +265,24 @@ def test_a_failed_async_save_raises_once_at_the_next_wait_and_saving_goes_on(
         run.manager.wait()
     monkeypatch.undo()
     run.train_to(2)
-    run.manager.close()
+    run.manager.wait()
     assert SmallRun(tmp_path, config()).manager.load() == 2
+
+
+def test_after_a_failure_the_save_in_flight_is_finished_and_its_own_failure_only_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = SmallRun(tmp_path, config(interval=1, async_mode="async")).train_to(1)
+    run.manager.close()
+    assert (tmp_path / "checkpoint" / "step-1" / ".metadata").exists()
+    monkeypatch.setattr(FileSystemWriter, "write_data", disk_full)
+    with pytest.raises(ZeroDivisionError):
+        try:
+            run.train_to(2)
+            raise ZeroDivisionError
+        finally:
+            run.manager.close()
+    assert "step-2 could not be written: [Errno 28] No space left" in caplog.text
 
 
 # ---- where a run starts ----------------------------------------------------------------------

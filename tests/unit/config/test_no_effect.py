@@ -33,7 +33,6 @@ CASES = [
     ("optimizer__beta2", 0.9, {"optimizer__name": "SGD"}),
     ("lr_scheduler__decay_type", "cosine", {"lr_scheduler__decay_ratio": 0.0}),
     ("training__dataset_path", "x", {}),
-    ("training__mixed_precision_param", "float32", {"training__dtype": "bfloat16"}),
     ("compile__backend", "eager", {}),
     ("checkpoint__interval", 5, {}),
     ("checkpoint__exclude_from_loading", ["optimizer"], {}),
@@ -61,6 +60,8 @@ def test_a_key_without_effect_is_named_with_the_reason(key, value, others):
         ("model__rope__factor", 8.0, {"model__rope__type": "llama3"}),
         ("model__rope__factor", 8.0, {}),
         ("training__mixed_precision_param", "float32", {}),
+        # bf16 weights, fp32 activations: another computation
+        ("training__mixed_precision_param", "float32", {"training__dtype": "bfloat16"}),
         ("compile__backend", "eager", {"compile__enable": True}),
         ("checkpoint__keep_latest_k", 3, {"checkpoint__enable": True}),
         (

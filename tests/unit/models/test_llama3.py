@@ -169,6 +169,15 @@ def test_a_name_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
         register_model(taken)  # a built-in name is taken even before its package is imported
 
 
+def test_args_that_cannot_be_made_small_for_the_self_check_are_refused_with_the_fix() -> None:
+    class Plain:
+        n_layers = 8
+
+    spec = ModelSpec("plain", {}, Llama3Model, lambda *args: None)
+    with pytest.raises(UserError, match="Plain smaller, which is no dataclass.*shrink"):
+        spec.shrink(Plain())
+
+
 def test_the_documented_example_registers_and_trains(tmp_path: Path) -> None:
     """Runs docs/registering-a-model.md as a user would: its code block as a package of one's own."""
     root = Path(__file__).parents[3]

@@ -1,0 +1,116 @@
+"""What a block holds at its worst moment, in hidden-state buffers B, as rank 0 of 8.
+
+Real tensors of Llama 3 8B's proportions on torch's fake process group: real shapes and real frees, no
+peers. The kernel is a stand-in that allocates what a flash kernel does: its results and dq in fp32 beside
+16-bit tensors, twice their size. A change that keeps one buffer more breaks these numbers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.live_memory import LiveMemory
+
+WIDTH, TOKENS, TILE = 128, 32_768, 256
+B = TOKENS * WIDTH * 4  # fp32 stands for the 16 bits of a real run, fp64 for its fp32
+
+
+class StandIn:
+    name = "stand-in"
+
+    def unsupported(self, *_: Any) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+        return torch.zeros_like(q), lse
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        wide = torch.zeros_like(q, dtype=torch.float64)
+        return wide.to(q.dtype), dk, dv
+
+
+class Loss(torch.autograd.Function):
+    """Follows the block and keeps nothing; its backward makes the gradient of the block's output."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.shape = y.shape
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        return torch.zeros(ctx.shape)
+
+
+def _measure(strategy_name: str, heads_per_stage: int, mode: Any, results: Any) -> None:
+    """(peak of forward, kept for backward, peak of backward), each without the block's weights."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from torchtitan_lc.attention.base import Peers
+    from torchtitan_lc.attention.strategies import make_strategy
+    from torchtitan_lc.memory.checkpointing import checkpoint_block
+    from torchtitan_lc.models.llama3.args import Llama3Args
+    from torchtitan_lc.models.llama3.model import Llama3Model
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    model = Llama3Model(Llama3Args(WIDTH, 1, 32, 8, 448, 64))
+    model.init_weights(0)
+    for parameter in model.parameters():
+        # Weight gradients weigh nothing beside rows of a real length; here they would.
+        parameter.requires_grad_(False)
+    model.execution.strategy = make_strategy(
+        strategy_name,
+        StandIn(),
+        ulysses=Peers(8, 0, dist.group.WORLD),
+        heads_per_stage=heads_per_stage,
+        tile_tokens=TILE,
+    )
+    model.execution.mlp_tokens = TILE
+    model.execution.checkpoint = checkpoint_block(mode)
+    positions = torch.arange(TOKENS).view(1, -1)
+    before = torch.zeros(1, TOKENS, WIDTH, requires_grad=True)
+    with LiveMemory() as live:
+        h = before * 1  # as after another block
+        y = model.layers["0"](h, positions, None)
+        del h
+        forward = live.peak
+        loss = Loss.apply(y)
+        del y
+        kept = live.now
+        live.restart()
+        loss.backward()
+    results.put((forward / B, kept / B, live.peak / B))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "heads", "mode", "forward", "kept", "backward"),
+    [
+        # lse: one number for 4 of q's, so 1/4 of out's size with a head size of 4; 1/128 in a real run
+        ("upipe", 1, "selective", 4.45, 2.35, 6.8),
+        ("upipe", 1, "full", 3.5, 1.1, 6.8),
+        ("upipe", 2, "selective", 4.45, 2.35, 7.85),
+        ("ulysses", 1, "selective", 4.8, 2.35, 10.35),
+    ],
+)
+def test_a_block_holds_no_more_than_its_schedule_needs(
+    strategy: str, heads: int, mode: str, forward: float, kept: float, backward: float
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    worker = context.Process(target=_measure, args=(strategy, heads, mode, results))
+    worker.start()
+    got = results.get(timeout=60)
+    worker.join()
+    for what, value, bound in zip(
+        ("forward", "kept", "backward"), got, (forward, kept, backward), strict=True
+    ):
+        assert bound - 0.1 <= value <= bound, f"{what}: {value:.2f} B"
