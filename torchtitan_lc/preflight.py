@@ -28,6 +28,7 @@ from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.no_effect import warn
 from torchtitan_lc.config.resolve import resolve_strategy
 from torchtitan_lc.config.validate import check
+from torchtitan_lc.memory.checkpointing import layer_modes
 from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, identity, import_custom
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
@@ -124,6 +125,8 @@ def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) 
     if model is not None:
         collect(lambda: job_kernel(config, model.args, device_type))
         collect(lambda: _check_strategy(config, model.args, ranks_per_node))
+        ac = config.activation_checkpoint
+        collect(lambda: layer_modes(ac.mode, ac.selective_layers, model.args.n_layers))
         if tokenizer is not None:
             collect(lambda: _check_vocabulary(tokenizer, model))
     collect(lambda: check_dataset(config.training))

@@ -78,11 +78,16 @@ def _count(rank: int, world_size: int, tmp: str) -> None:
     register_tiny()
     rows = masked_rows(1, 64)
     counts = {}
-    for mode in ("none", "full", "selective"):
+    units = 2 + FLAVORS["gqa"].n_layers
+    # Units gathered again for backward; by default the head and the last block stay.
+    gathered_again = {"default": units - 2, "always": units, "never": 0}
+    cases = [(mode, "default") for mode in ("none", "full", "selective")]
+    for mode, reshard in [*cases, ("selective", "always"), ("selective", "never")]:
         for tile in (0, 7):
             settings = {
                 "job.dump_folder": tmp,
                 "parallelism.context_parallel_degree": 2,
+                "parallelism.fsdp_reshard_after_forward": reshard,
                 "activation_checkpoint.mode": mode,
                 "tiling.projection_tokens": tile,
                 "tiling.mlp_tokens": tile,
@@ -93,18 +98,17 @@ def _count(rank: int, world_size: int, tmp: str) -> None:
                 trainer.train_step(metrics)  # the first step builds FSDP's lazy state
                 with CountCollectives() as counted:
                     trainer.train_step(metrics)
-            counts[mode, tile] = dict(counted.counts)
-            units = 2 + FLAVORS["gqa"].n_layers
+            counts[mode, reshard, tile] = dict(counted.counts)
             assert counted.counts["_reduce_scatter_base_"] == units, counted.counts
-            # Gathered for forward; blocks but the last again for backward, head and last block stay.
-            assert counted.counts["_allgather_base_"] == units + units - 2, counted.counts
+            gathers = units + gathered_again[reshard]
+            assert counted.counts["_allgather_base_"] == gathers, (reshard, counted.counts)
     # 4 stages of one head per rank, each KV head (4, 2 per rank) exchanged once.
     layers, stages, arrivals = FLAVORS["gqa"].n_layers, 4, 2
     forward = layers * (2 * stages + 2 * arrivals)
     backward = layers * (stages * (1 + 1 + 1 + 1) + 2 * arrivals + 2 * arrivals)
-    for (mode, tile), counted in counts.items():
+    for (mode, *rest), counted in counts.items():
         again = forward if mode == "full" else 0
-        assert counted["alltoall_base_"] == forward + again + backward, (mode, tile, counted)
+        assert counted["alltoall_base_"] == forward + again + backward, (mode, rest, counted)
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, counts)
     assert all(other == counts for other in everyone)
@@ -150,10 +154,14 @@ def _masked(rank: int, world_size: int, tmp: str) -> None:
     rows = masked_rows(2, 64)
     rows["labels"][:, :32] = IGNORE_INDEX  # rank 0 has no live label in any row
     rows["labels"][0] = IGNORE_INDEX  # and the first micro-batch has none at all
-    grads = _grads(_trainer(settings, rows))
+    trainer = _trainer(settings, rows)
+    grads = _grads(trainer)
     model = Llama3Model(FLAVORS["gqa"])
     model.init_weights(seed=0)
-    _, want = reference_step(model, FLAVORS["gqa"], rows)
+    loss, want = reference_step(model, FLAVORS["gqa"], rows)
+    with trainer.metrics(start=0) as metrics:  # the weights are still the initial ones
+        logged = trainer.log_step(metrics, trainer.train_step(metrics))
+    assert logged["loss"] is not None and abs(logged["loss"] - loss) <= 1e-6, (logged, loss)
     for name, grad in want.items():
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
@@ -229,8 +237,10 @@ def _norms(rank: int, world_size: int) -> None:
         assert clip_gradients(model.parameters(), 1e9) == norm
         reported = clip_gradients(model.parameters(), 0.5)
         assert reported == norm, "the norm before clipping is reported"
-        clipped = global_grad_norm(model.parameters())
-        assert abs(clipped - 0.5) <= 1e-5
+        for name, grad in gradients(model).items():
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            want_grad = gradients(plain)[name] * (0.5 / want)
+            assert (whole - want_grad).norm() <= 1e-5 * want_grad.norm(), (replicate, shard, name)
 
 
 def test_the_gradient_norm_is_that_of_the_unsharded_gradient_on_any_mesh() -> None:
@@ -249,6 +259,40 @@ def _scalars(rank: int, world_size: int) -> None:
 
 def test_a_scalar_is_reduced_alike_whatever_kind_of_tensor_it_is() -> None:
     run_distributed(_scalars, 2)
+
+
+# -- positions under a bf16 policy
+
+
+def _angles(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    rows = masked_rows(1, 64)
+    rows["positions"][:, 1:] += 131_072 - 64  # bf16 would round these to multiples of 1024
+    settings = {
+        "job.dump_folder": tmp,
+        "parallelism.context_parallel_degree": 2,
+        "training.mixed_precision_param": "bfloat16",
+    }
+    trainer = _trainer(settings, rows)
+    functions: Any = trainer.module.functions
+    apply, rope, seen = functions.rope.apply, functions.rope, []
+
+    def watched(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rotated = apply(x, positions)
+        assert x.dtype == rotated.dtype == torch.bfloat16
+        assert positions.dtype == torch.int64 and rope.inv_freq().dtype == torch.float64
+        exact = apply(x.double(), positions)
+        seen.append(((rotated - exact).abs().max() / exact.abs().max()).item())
+        return rotated
+
+    rope.apply = watched
+    with trainer.metrics(start=0) as metrics:
+        trainer.train_step(metrics)
+    assert seen and max(seen) <= 2**-8, max(seen)  # the result's own rounding, no more
+
+
+def test_angles_keep_full_precision_in_the_blocks_of_a_bf16_run(tmp_path: Any) -> None:
+    run_distributed(_angles, 2, str(tmp_path))
 
 
 # -- after a failure
@@ -310,6 +354,35 @@ def test_the_global_batch_and_its_tokens_do_not_depend_on_context_parallelism(
     tmp_path: Any,
 ) -> None:
     run_distributed(_counters, 4, str(tmp_path))
+
+
+# -- floating point operations
+
+
+def _flops(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    for flavor, cp in (("gqa", 1), ("gqa", 2), ("tied", 2)):
+        settings = {
+            "job.dump_folder": tmp,
+            "model.flavor": flavor,
+            "parallelism.context_parallel_degree": cp,
+        }
+        trainer = _trainer(settings, masked_rows(2, 64))
+        with trainer.metrics(start=0) as metrics:
+            logged = trainer.log_step(metrics, trainer.train_step(metrics))
+        args = FLAVORS[flavor]
+        # Matrices that multiply: tied or not, there is one output matrix, and the look-up is none.
+        tables = 1 if args.tie_embeddings else 2
+        multiplied = args.n_params() - (tables - 1) * args.vocab_size * args.dim
+        want = 6 * multiplied + 12 * args.n_layers * args.dim * 64
+        assert logged["tflops"] and logged["tps"]
+        assert abs(logged["tflops"] * 1e12 / logged["tps"] / want - 1) < 1e-9, (flavor, cp)
+
+
+def test_flops_per_token_leave_out_the_look_up_and_do_not_depend_on_the_ranks_of_a_row(
+    tmp_path: Any,
+) -> None:
+    run_distributed(_flops, 2, str(tmp_path))
 
 
 # -- compiled tile functions

@@ -181,6 +181,18 @@ def test_output_and_every_gradient_equal_one_rank(world_size: int) -> None:
     assert min(counts) == len(HEADS) * len(ROWS) * 2 * (8 if world_size == 4 else 4)
 
 
+def _odd_groups(rank: int, world_size: int) -> None:
+    """7 KV heads of 2 query heads each on 2 ranks: the cut goes through a group, nothing is padded."""
+    everyone = Peers(world_size, rank, dist.group.WORLD)
+    case = make_case((14, 7), "packed", True)
+    for plan in [("ulysses", everyone, ALONE, 1), ("upipe", everyone, ALONE, 2)]:
+        check(*plan, case)
+
+
+def test_a_group_that_the_ranks_cut_keeps_its_kv_head() -> None:
+    run_distributed(_odd_groups, 2)
+
+
 def _isolated(rank: int, world_size: int) -> None:
     everyone = Peers(world_size, rank, dist.group.WORLD)
     plans = [("ulysses", everyone, ALONE), ("upipe", everyone, ALONE), ("ring", ALONE, everyone)]

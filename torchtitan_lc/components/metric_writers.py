@@ -34,10 +34,14 @@ class Writer(Protocol):
 
 def missing_packages(config: MetricsConfig) -> list[str]:
     """What to install for the writers that the config asks for, a text for each; imports none."""
+    asked = {
+        "enable_tensorboard": config.enable_tensorboard,
+        "enable_wandb": config.enable_wandb,
+    }
     return [
         _not_installed(key)
         for key, (package, _) in _PACKAGES.items()
-        if getattr(config, key) and importlib.util.find_spec(package) is None
+        if asked[key] and importlib.util.find_spec(package) is None
     ]
 
 

@@ -238,6 +238,10 @@ class ActivationCheckpoint:
     """`full` keeps only block inputs and computes all again; `selective` keeps attention's output
     and log-sum-exp too, one more hidden-state-sized buffer per layer, and does not run attention
     twice (at long context about a fifth of the step); `none` keeps everything. Same numbers."""
+    selective_layers: int = -1
+    """Under `selective`, how many layers keep attention's output; the others run as under `full`. Each
+    costs one hidden-state-sized buffer and saves one run of its attention. It is the last layers
+    that keep: backward comes to them first. -1: all."""
 
 
 @dataclass

@@ -28,6 +28,11 @@ TABLE = (
         "only strategy upipe works in stages",
     ),
     Row(
+        lambda c: c.activation_checkpoint.mode != "selective",
+        ("activation_checkpoint.selective_layers",),
+        "only mode selective keeps attention's output",
+    ),
+    Row(
         lambda c: not c.profiling.enable_profiling,
         (
             "profiling.save_traces_folder",

@@ -115,7 +115,8 @@ GONE = {
         "TorchFT is not offered", ("true", "false")
     ),
     "activation_checkpoint.selective_ac_option": Gone(
-        "mode selective keeps attention's output in every layer; there is no choice of layers"
+        "mode selective keeps attention's output in every layer, or in the last "
+        "activation_checkpoint.selective_layers"
     ),
     "activation_checkpoint.offloading": Gone(
         "offloading to host memory is not available yet", _OFF

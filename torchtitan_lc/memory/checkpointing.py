@@ -26,6 +26,23 @@ from torchtitan_lc.ops.recompute import Tape, recording, replaying
 Mode = Literal["none", "full", "selective"]
 
 
+def layer_modes(mode: Mode, selective_layers: int, n_layers: int) -> list[Mode]:
+    """The mode of each layer: under "selective" the last ``selective_layers`` (-1: all) keep
+    attention's output and the others are "full".
+
+    Raises ValueError for a number of layers that the model does not have.
+    """
+    if mode != "selective" or selective_layers == -1:
+        return [mode] * n_layers
+    if not 0 <= selective_layers <= n_layers:
+        raise ValueError(
+            f"activation_checkpoint.selective_layers = {selective_layers}: this model has {n_layers} "
+            f"layers, so say a number from 0 to {n_layers}, or -1 for all"
+        )
+    full: list[Mode] = ["full"] * (n_layers - selective_layers)
+    return full + ["selective"] * selective_layers
+
+
 def checkpoint_block(mode: Mode) -> Callable[..., Tensor]:
     """A function ``run(fn, *inputs)`` that runs a block's ``fn`` under ``mode``."""
     if mode == "none":

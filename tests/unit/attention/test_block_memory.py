@@ -75,12 +75,12 @@ def _measure(strategy_name: str, heads_per_stage: int, mode: Any, results: Any) 
         tile_tokens=TILE,
     )
     model.execution.mlp_tokens = TILE
-    model.execution.checkpoint = checkpoint_block(mode)
+    model.blocks[0].checkpoint = checkpoint_block(mode)
     positions = torch.arange(TOKENS).view(1, -1)
     before = torch.zeros(1, TOKENS, WIDTH, requires_grad=True)
     with LiveMemory() as live:
         h = before * 1  # as after another block
-        y = model.layers["0"](h, positions, None)
+        y = model.blocks[0](h, positions, None)
         del h
         forward = live.peak
         loss = Loss.apply(y)

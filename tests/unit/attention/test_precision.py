@@ -21,7 +21,7 @@ def _attention(strategy: StagedStrategy, dtype: torch.dtype) -> list[Tensor]:
     """What attention adds to the hidden state, its gradient without the residual's, the weights'."""
     model = Llama3Model(ARGS)
     model.init_weights(0)
-    block = model.to(torch.bfloat16).to(dtype).layers["0"]
+    block = model.to(torch.bfloat16).to(dtype).blocks[0]
     generator = torch.Generator().manual_seed(1)
     h, dy = torch.randn(2, 1, 256, 256, generator=generator).bfloat16().to(dtype)
     h.requires_grad_()

@@ -13,7 +13,7 @@ from tests.tiny import FLAVORS, gradients, masked_rows
 from torchtitan_lc.attention.base import ALONE
 from torchtitan_lc.attention.kernels import CpuFlash
 from torchtitan_lc.attention.upipe import UPipe
-from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
+from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block, layer_modes
 from torchtitan_lc.models.llama3 import Llama3Model
 
 
@@ -32,13 +32,21 @@ class CountingKernel(CpuFlash):
         return super().backward(*args, **kwargs)
 
 
-def _run(heads: int, mode: Mode) -> tuple[CountingKernel, float, dict[str, Tensor]]:
+def _keep(model: Llama3Model, mode: Mode, selective_layers: int = -1) -> None:
+    modes = layer_modes(mode, selective_layers, len(model.layers))
+    for block, its_mode in zip(model.blocks, modes, strict=True):
+        block.checkpoint = checkpoint_block(its_mode)
+
+
+def _run(
+    heads: int, mode: Mode, selective_layers: int = -1
+) -> tuple[CountingKernel, float, dict[str, Tensor]]:
     model = Llama3Model(FLAVORS["gqa"])
     model.init_weights(seed=0)
     kernel = CountingKernel()
     execution = model.execution
     execution.strategy = UPipe(kernel, ulysses=ALONE, heads_per_stage=heads, tile_tokens=13)
-    execution.checkpoint = checkpoint_block(mode)
+    _keep(model, mode, selective_layers)
     rows = masked_rows(2, 64)
     loss = model(rows["tokens"], rows["positions"], rows["labels"])
     n = (rows["labels"] != -100).sum()
@@ -80,7 +88,7 @@ def test_checkpointing_changes_no_bit(mode: Mode) -> None:
 def test_a_second_backward_through_selective_is_refused_not_wrong() -> None:
     model = Llama3Model(FLAVORS["mha"])
     model.init_weights(seed=0)
-    model.execution.checkpoint = checkpoint_block("selective")
+    _keep(model, "selective")
     rows = masked_rows(1, 64)
     loss = model(rows["tokens"], rows["positions"], rows["labels"])
     loss.backward(retain_graph=True)
@@ -92,7 +100,7 @@ def test_a_second_backward_through_selective_is_refused_not_wrong() -> None:
 def test_the_other_modes_allow_a_second_backward(mode: Mode) -> None:
     model = Llama3Model(FLAVORS["mha"])
     model.init_weights(seed=0)
-    model.execution.checkpoint = checkpoint_block(mode)
+    _keep(model, mode)
     rows = masked_rows(1, 64)
     loss = model(rows["tokens"], rows["positions"], rows["labels"])
     loss.backward(retain_graph=True)
@@ -100,3 +108,17 @@ def test_the_other_modes_allow_a_second_backward(mode: Mode) -> None:
     loss.backward()
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, 2 * once[name])
+
+
+@pytest.mark.parametrize("selective_layers", [0, 1, 2])
+def test_only_the_last_layers_keep_attention_when_a_number_is_named(selective_layers: int) -> None:
+    kernel, loss, grads = _run(8, "selective", selective_layers)
+    assert kernel.forwards == 2 + (2 - selective_layers)  # one stage a layer, again where not kept
+    _, want_loss, want = _run(8, "none")
+    assert loss == want_loss and all(torch.equal(grads[n], want[n]) for n in want)
+    assert layer_modes("selective", 1, 3) == ["full", "full", "selective"]
+
+
+def test_more_selective_layers_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="selective_layers = 3.*2 layers"):
+        layer_modes("selective", 3, 2)

@@ -199,13 +199,42 @@ def test_each_document_of_an_epoch_is_read_by_one_lane():
 
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_a_resume_around_the_end_of_an_epoch_is_exact_for_two_more_epochs(at):
-    texts = ["aaaa", "bb", "c"]  # 6 + 4 + 3 = 13 tokens; an epoch of this lane is 13 labels
-    rows = loader(texts, seq_len=13 // 3)
+    texts = ["aaaa", "b", "c"]  # 6 + 3 + 3 = 12 tokens: an epoch of this lane is 3 rows
+    rows = loader(texts, seq_len=4)
     rows_of(rows, [0], at)
-    again = loader(texts, seq_len=13 // 3)
+    again = loader(texts, seq_len=4)
     again.load_state_dict(rows.state_dict())
     assert again.state_dict() == rows.state_dict()
-    assert rows_of(again, [0], 8) == rows_of(rows, [0], 8)
+    more = rows_of(again, [0], 8)[0]
+    assert more == rows_of(rows, [0], 8)[0]
+    assert joined(more) == stream_of_lane(texts, 0, 1, 4 * (at + 8) + 1)[4 * at :]
+
+
+def test_a_resume_in_an_epoch_neither_repeats_nor_skips_a_document():
+    texts = [chr(0x4E00 + i) for i in range(200)]  # 3 bytes, BOS, EOS: a document is a row of 5
+
+    def read(rows: RowLoader, n: int) -> list[str]:
+        return [BYTES.decode(np.array(row[:5])) for row in rows_of(rows, [0], n)[0]]
+
+    first, second = loader(texts, 5), loader(texts, 5)
+    before = read(first, 50)  # the thread has prepared one more
+    second.load_state_dict(first.state_dict())
+    assert sorted(before + read(second, 150)) == sorted(texts)
+
+
+def test_each_document_is_read_once_in_each_epoch_and_alike_after_a_restart():
+    texts = [chr(97 + i) * 6 for i in range(8)]  # a document with its ends is a row of 8
+
+    def epochs() -> list[list[str]]:
+        ranks = [loader(texts, 8, [rank], 2) for rank in range(2)]
+        return [
+            [chr(row[1]) for j in range(2) for row in rows_of(ranks[j], [j], 4)[j]]
+            for _ in range(2)
+        ]
+
+    first, second = epochs()
+    assert sorted(first) == sorted(second) == [text[0] for text in texts]
+    assert epochs() == [first, second]
 
 
 def test_a_state_of_all_ranks_serves_another_number_of_ranks():

@@ -14,6 +14,7 @@ import torch
 from tests.reference import reference_logits
 from tests.tiny import FLAVORS as TINY
 from tests.tiny import masked_rows
+from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.models import spec as registry
 from torchtitan_lc.models.llama3 import FLAVORS, Llama3Model, adjust
@@ -55,6 +56,13 @@ def test_logits_are_those_of_the_plain_model(flavor: str) -> None:
     want = reference_logits(dict(model.named_parameters()), args, rows["tokens"], rows["positions"])
     got = model(rows["tokens"], rows["positions"])
     assert (got - want).abs().max() < 1e-10
+
+
+def test_positions_are_never_made_up() -> None:
+    with pytest.raises(TypeError, match="positions"):
+        Llama3Model(TINY["gqa"])(torch.zeros(1, 4, dtype=torch.long))  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="begin with position 0"):
+        Documents.from_positions(torch.arange(32, 64).view(1, -1))
 
 
 def test_a_tied_model_has_one_table_with_the_gradient_of_both_uses() -> None:

@@ -37,6 +37,33 @@ def test_llama3_scaling_is_that_of_the_published_config() -> None:
     torch.testing.assert_close(got[-1], plain[-1] / 8)  # the lowest part is divided by the factor
 
 
+# inv_freq of transformers 5.24 for Llama 3.1's config.json, in fp32: one value of the part that stays,
+# the interpolated ones between their neighbours, and the last.
+HUGGING_FACE = {
+    0: 1.0,
+    1: 0.8146172165870667,
+    27: 0.003942275885492563,
+    28: 0.0032114461064338684,
+    29: 0.0021665706299245358,
+    30: 0.0013718936825171113,
+    31: 0.0008567514596506953,
+    32: 0.0005248460220173001,
+    33: 0.0003126936499029398,
+    34: 0.0001785077911335975,
+    35: 9.556212171446532e-05,
+    36: 7.784655463183299e-05,
+    63: 3.068925877869333e-07,
+}
+
+
+def test_llama3_scaling_has_hugging_faces_numbers() -> None:
+    got = Rope(128, 500_000.0, Llama3Scaling(factor=8.0)).inv_freq()
+    for i, want in HUGGING_FACE.items():
+        assert got[i].item() == pytest.approx(want, rel=5e-7), i  # they compute in fp32
+    plain = Rope(128, 500_000.0).inv_freq()
+    assert torch.equal(got[:29], plain[:29]) and torch.equal(got[35:], plain[35:] / 8)
+
+
 def test_dimension_i_is_paired_with_i_plus_half_as_in_hugging_face() -> None:
     x = torch.zeros(1, 1, 1, 8)
     x[..., 1] = 1.0

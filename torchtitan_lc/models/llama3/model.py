@@ -4,9 +4,9 @@
     for each block:   h = h + attention(norm(h));   h = h + mlp(norm(h))
     loss = cross_entropy(output(norm(h)), labels)
 
-Modules hold the weights, functions.py the arithmetic, and `Execution` says how a block is run: over
-which ranks, in which tiles, keeping what for backward. Its defaults are one rank, one tile and keeping
-everything, so the model runs as it stands on any device.
+Modules hold the weights, functions.py the arithmetic, `Execution` says over which ranks and in which tiles
+the blocks run, and each block's `checkpoint` what it keeps for backward. The defaults are one rank, one
+tile and keeping everything, so the model runs as it stands on any device.
 
 Letters: B rows, T tokens of this rank, M dim, V vocabulary.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -42,13 +42,11 @@ class Execution:
 
     strategy: spreads attention over ranks and heads.
     mlp_tokens, loss_tokens: tokens per tile, 0 for all at once.
-    checkpoint: runs a block's two halves and decides what is kept for backward.
     """
 
     strategy: Strategy = field(default_factory=lambda: Local(Math()))
     mlp_tokens: int = 0
     loss_tokens: int = 0
-    checkpoint: Callable[..., Tensor] = run_plainly
 
 
 class Attention(nn.Module):
@@ -91,18 +89,22 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h [B, T, M], positions [B, T], documents of the whole rows -> [B, T, M]."""
+    """h [B, T, M], positions [B, T], documents of the whole rows -> [B, T, M].
+
+    checkpoint runs the two halves and decides what is kept of this block for backward.
+    """
 
     def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
         super().__init__()
         self.functions, self.execution = functions, execution
+        self.checkpoint: Callable[..., Tensor] = run_plainly
         self.attention_norm = nn.RMSNorm(args.dim)
         self.attention = Attention(args, functions)
         self.ffn_norm = nn.RMSNorm(args.dim)
         self.feed_forward = FeedForward(args)
 
     def forward(self, h: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
-        return self.execution.checkpoint(self._halves, h, positions, documents)
+        return self.checkpoint(self._halves, h, positions, documents)
 
     def _halves(self, h: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
         projections = self.attention.projections(self.attention_norm.weight)
@@ -184,9 +186,13 @@ class Llama3Model(nn.Module):
     ) -> Tensor:
         tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
         h = self.tok_embeddings(tokens)
-        for block in self.layers.values():
+        for block in self.blocks:
             h = block(h, positions, documents)
         return self.head(h, labels, tied)
+
+    @property
+    def blocks(self) -> list[TransformerBlock]:
+        return [cast(TransformerBlock, block) for block in self.layers.values()]
 
     def init_weights(self, seed: int) -> None:
         """Initial values from ``seed`` alone, for whatever part of each parameter this rank holds.

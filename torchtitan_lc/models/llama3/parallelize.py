@@ -17,7 +17,7 @@ from torchtitan_lc.attention.base import Strategy
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.distributed.fsdp import shard_units
 from torchtitan_lc.distributed.parallel_dims import Meshes
-from torchtitan_lc.memory.checkpointing import checkpoint_block
+from torchtitan_lc.memory.checkpointing import checkpoint_block, layer_modes
 from torchtitan_lc.models.llama3.model import Llama3Model
 from torchtitan_lc.tools.dtypes import torch_dtype
 
@@ -29,18 +29,21 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
     execution.mlp_tokens = config.tiling.mlp_tokens
     execution.loss_tokens = config.tiling.loss_tokens
 
-    execution.checkpoint = checkpoint_block(config.activation_checkpoint.mode)
+    blocks = model.blocks
+    ac = config.activation_checkpoint
+    modes = layer_modes(ac.mode, ac.selective_layers, len(blocks))
+    for block, mode in zip(blocks, modes, strict=True):
+        block.checkpoint = checkpoint_block(mode)
 
     if config.compile.enable:
         model.functions.compile(config.compile.backend)
 
-    blocks = list(model.layers.values())
     # Embedding and head are units of their own, unless they share the table: then it belongs to the root.
     tied = model.args.tie_embeddings
     units = [*blocks, model.head] if tied else [model.tok_embeddings, *blocks, model.head]
-    mode = config.parallelism.fsdp_reshard_after_forward
+    free = config.parallelism.fsdp_reshard_after_forward
     # "default": backward starts with the head and the last block, so freeing them buys nothing.
-    reshard = [mode == "always" or (mode == "default" and unit not in units[-2:]) for unit in units]
+    reshard = [free == "always" or (free == "default" and unit not in units[-2:]) for unit in units]
     shard_units(
         model,
         units,
