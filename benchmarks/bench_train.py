@@ -17,38 +17,9 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-
-
-def commit() -> str:
-    """The commit of the checkout; "unknown" where it is no git repository; "+" marks changes."""
-
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "HEAD")
-    if not head:
-        return os.environ.get("BENCH_COMMIT", "unknown")
-    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def environment() -> dict[str, Any]:
-    import torch
-
-    from torchtitan_lc.tools.hardware import device_name, device_type, versions
-
-    kind = device_type()
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    return {"device": device_name(kind), "devices": count, "versions": versions()}
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
+from benchmarks.record import RESULTS, ROOT, environment, spread, without_paths, write
 
 
 def run(config: str, steps: int, flags: list[str]) -> dict[str, Any]:
@@ -87,11 +58,6 @@ def run(config: str, steps: int, flags: list[str]) -> dict[str, Any]:
         return result
 
 
-def without_paths(text: str, folder: str) -> str:
-    """Results say nothing of the machine's folders."""
-    return text.replace(folder, "DUMP_FOLDER").replace(f"{ROOT}/", "")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--name", required=True)
@@ -99,16 +65,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args, flags = parser.parse_known_args()
-    result = {
-        "name": args.name,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        **environment(),
-        **run(args.config, args.steps, flags),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{args.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result = {**environment(), **run(args.config, args.steps, flags)}
+    write(args.name, result, args.out)
     summary = {key: result.get(key) for key in ("exit_code", "time_s", "tps", "memory_gib")}
     losses = [round(line["loss"], 4) for line in result.get("steps", [])]
     print(json.dumps({"name": args.name, **summary, "losses": losses}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.ring import Ring
 
 S, N, M, D = 64, 4, 2, 16
-CASE = {"causal": True, "scale": D**-0.5}
+CASE: dict[str, Any] = {"causal": True, "scale": D**-0.5}
 
 
 def _inputs(dtype: torch.dtype) -> list[Tensor]:
@@ -25,15 +27,15 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
 
 def _run(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """out, dq, dk, dv."""
-    out, lse = kernel.forward(q, k, v, **CASE)  # type: ignore[arg-type]
-    return [out, *kernel.backward(dout, q, k, v, out, lse, **CASE)]  # type: ignore[arg-type]
+    out, lse = kernel.forward(q, k, v, **CASE)
+    return [out, *kernel.backward(dout, q, k, v, out, lse, **CASE)]
 
 
 def _errors(rank: int, world_size: int) -> dict[torch.dtype, list[float]]:
     """Relative errors of out, dq, dk and dv of a ring of all ranks, against fp64."""
     layout = Layout(ring=world_size)
     kernel = Ring(CpuFlash(), ranks=world_size, rank=rank, group=dist.group.WORLD)
-    found = {}
+    found: dict[torch.dtype, list[float]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         whole = _inputs(dtype)
         parts = [torch.cat([x[:, a:b] for a, b in layout.ranges(rank, S)], dim=1) for x in whole]

@@ -367,7 +367,7 @@ def _flops(rank: int, world_size: int, tmp: str) -> None:
             "model.flavor": flavor,
             "parallelism.context_parallel_degree": cp,
         }
-        trainer = _trainer(settings, masked_rows(2, 64))
+        trainer = _trainer(settings, masked_rows(2 // cp, 64))
         with trainer.metrics(start=0) as metrics:
             logged = trainer.log_step(metrics, trainer.train_step(metrics))
         args = FLAVORS[flavor]
@@ -375,7 +375,9 @@ def _flops(rank: int, world_size: int, tmp: str) -> None:
         tables = 1 if args.tie_embeddings else 2
         multiplied = args.n_params() - (tables - 1) * args.vocab_size * args.dim
         want = 6 * multiplied + 12 * args.n_layers * args.dim * 64
-        assert logged["tflops"] and logged["tps"]
+        assert logged["tflops"] and logged["tps"] and logged["time_s"]
+        # Of the one row that this rank reads, its share.
+        assert abs(logged["tps"] * logged["time_s"] * cp - 64) < 1e-6
         assert abs(logged["tflops"] * 1e12 / logged["tps"] / want - 1) < 1e-9, (flavor, cp)
 
 

@@ -18,7 +18,7 @@ class EndsInside(ByteTokenizer):
 
     def encode(self, text: str, add_bos: bool, add_eos: bool) -> TokenArray:
         ids = super().encode(text, add_bos, add_eos)
-        ids[ids == ord("|")] = self.eos_id
+        ids[ids == ord("|")] = 257
         return ids
 
 

@@ -60,7 +60,7 @@ def test_logits_are_those_of_the_plain_model(flavor: str) -> None:
 
 def test_positions_are_never_made_up() -> None:
     with pytest.raises(TypeError, match="positions"):
-        Llama3Model(TINY["gqa"])(torch.zeros(1, 4, dtype=torch.long))  # type: ignore[call-arg]
+        Llama3Model(TINY["gqa"])(torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="begin with position 0"):
         Documents.from_positions(torch.arange(32, 64).view(1, -1))
 
