@@ -66,14 +66,17 @@ class HeadExchange:
             if count:
                 block[:, start:stop].copy_(tile[:, :, end - count : end])
 
-    def read_rows(self, packed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Tokens start..stop of all heads: [B, t, sum(counts), D] (a view when one rank owns all)."""
-        tiles = [
+    def row_views(self, packed: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+        """Tokens start..stop as views [B, t, n_u, D], one for each owner that has heads."""
+        return [
             block[:, start:stop]
             for block, count in zip(self.blocks(packed), self.counts, strict=True)
             if count
         ]
-        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+
+    def read_rows(self, packed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Tokens start..stop of all heads: [B, t, sum(counts), D] (a view when one rank owns all)."""
+        return join_heads(self.row_views(packed, start, stop))
 
     def seq_to_heads(self, packed: torch.Tensor) -> torch.Tensor:
         """packed [sum(counts) heads of my tokens] -> [B, S, n_mine, D], tokens in sequence order."""
@@ -104,3 +107,8 @@ class HeadExchange:
 
     def _block_sizes(self) -> list[int]:
         return [self.batch * self.tokens * count * self.head_dim for count in self.counts]
+
+
+def join_heads(parts: list[torch.Tensor]) -> torch.Tensor:
+    """[B, t, n_i, D] side by side along the heads; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchtitan_lc.attention.base import ALONE, AttentionShape, Peers, Projection, Projections
 from torchtitan_lc.attention.bound import BoundProjection
-from torchtitan_lc.attention.comm import HeadExchange
+from torchtitan_lc.attention.comm import HeadExchange, join_heads
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage, plan_heads
 from torchtitan_lc.attention.kernels import Kernel
@@ -183,9 +183,13 @@ class _Half:
         wo = self.output.cut(tuple(head for stage in stages for head in stage.all_q_heads))
         h1 = torch.empty_like(self.h, memory_format=torch.contiguous_format)
         for start, stop in self._tiles():
-            tiles = [e.read_rows(out, start, stop) for e, out in zip(exchanges, outs, strict=True)]
-            tile = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
-            torch.add(self.h[:, start:stop], self.output.fn(tile, *wo), out=h1[:, start:stop])
+            views = [
+                view
+                for exchange, out in zip(exchanges, outs, strict=True)
+                for view in exchange.row_views(out, start, stop)
+            ]
+            y = self.output.fn(join_heads(views), *wo)
+            torch.add(self.h[:, start:stop], y, out=h1[:, start:stop])
         return h1
 
     def _attend(self) -> list[Tensor]:

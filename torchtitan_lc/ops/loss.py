@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lc.ops.tiled import GradSum, leaf, tile_slices, vjp
+from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tile_slices, vjp
 
 IGNORE_INDEX = -100
+_PART = 1 << 24  # elements scaled at once
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -61,16 +62,30 @@ class _TiledLoss(torch.autograd.Function):
                 dx[:, start:stop] = 0 if dx_tile is None else dx_tile
             for grad_sum, grad in zip(sums, dweights, strict=True):
                 grad_sum.add(grad)
-        ctx.dx = dx
-        ctx.dweights = [s.result() if n else None for s, n in zip(sums, needs_weights, strict=True)]
+        dweights = [s.result() if n else None for s, n in zip(sums, needs_weights, strict=True)]
+        # Saved, not kept as attributes: whoever holds the loss holds ctx through the backward of all
+        # layers, but autograd drops what is saved as soon as it is used.
+        ctx.save_for_backward(dx, *dweights)
         return total
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        def scaled(grad: Tensor | None) -> Tensor | None:
-            return None if grad is None else grad * dloss.to(grad.dtype)
+        dx, *dweights = (
+            None if grad is None else _scaled(grad, dloss) for grad in ctx.saved_tensors
+        )
+        return (None, None, None, dx, None, *dweights)
 
-        return (None, None, None, scaled(ctx.dx), None, *map(scaled, ctx.dweights))
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad * factor in grad's dtype, multiplied in at least fp32: rounded to bf16 first, one over the
+    number of labels would be off by up to 1/512, and every gradient with it. By parts, so that no wide
+    copy exists."""
+    dim = max(range(grad.dim()), key=lambda d: grad.shape[d])
+    step = max(1, _PART * grad.shape[dim] // max(1, grad.numel()))
+    result = torch.empty_like(grad)
+    for part, target in zip(grad.split(step, dim), result.split(step, dim), strict=True):
+        target.copy_(part.to(sum_dtype(grad.dtype)) * factor)
+    return result
 
 
 def _loss_with_grads(

@@ -79,10 +79,10 @@ def test_one_document_needs_one_call_per_step_and_every_rank_has_the_same_work()
 
 def test_all_calls_of_a_micro_batch_share_one_copy_of_the_boundaries() -> None:
     bounds = (0, 3, 16), (0, 16)
-    first, second = (_Mask(2, 0, 16, True, bounds) for _ in range(2))
-    assert first.own_documents is not None
+    first, second = (_Mask(2, 0, 16, True, bounds).own_documents for _ in range(2))
+    assert first is not None and second is not None
     cpu = torch.device("cpu")
-    assert first.own_documents.cu_seqlens(cpu) is second.own_documents.cu_seqlens(cpu)
+    assert first.cu_seqlens(cpu) is second.cu_seqlens(cpu)
 
 
 def test_partial_results_merge_to_attention_over_all_keys() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.live_memory import LiveMemory
 from torchtitan_lc.ops.loss import IGNORE_INDEX, cross_entropy_sum, tiled_loss
 
 
@@ -82,3 +83,32 @@ def test_the_error_in_bf16_does_not_grow_with_the_number_of_tiles() -> None:
         got = torch.autograd.grad(tiled_loss(_fn, x16, labels, w16, tile_tokens=tile), (x16, w16))
         errors[tile] = [((g - e).norm() / e.norm()).item() for g, e in zip(got, want, strict=True)]
     assert all(b <= 1.25 * a for a, b in zip(errors[0], errors[8], strict=True)), errors
+
+
+def test_the_upstream_factor_is_not_rounded_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1/100 in bf16 is 0.1 % too large."""
+    monkeypatch.setattr("torchtitan_lc.ops.loss._PART", 500)  # several parts of either gradient
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 100, 64).bfloat16(), (torch.randn(50, 64) / 8).bfloat16()
+    labels = torch.randint(0, 50, (1, 100))
+    found: list[tuple[Tensor, ...]] = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [t.to(dtype).detach().requires_grad_() for t in (x, w)]
+        loss = tiled_loss(_fn, leaves[0], labels, leaves[1], tile_tokens=32)
+        found.append(torch.autograd.grad(loss / 100, leaves))
+    for got, want in zip(*found, strict=True):
+        ratio = (got.double() * want).sum() / want.square().sum()
+        assert abs(ratio - 1) < 2e-4
+
+
+def test_gradients_do_not_stay_while_the_loss_is_held() -> None:
+    """As the training step holds it, through the backward of all layers."""
+    x = torch.randn(1, 4096, 4, requires_grad=True)
+    labels = torch.zeros(1, 4096, dtype=torch.int64)
+    with LiveMemory() as live:
+        loss = tiled_loss(lambda x, labels: cross_entropy_sum(x, labels), x, labels, tile_tokens=8)
+        assert live.now >= x.nbytes
+        loss.backward()
+        x.grad = None
+        assert live.now < 1000
+    assert loss.item() > 0
