@@ -107,8 +107,8 @@ def test_gradients_do_not_stay_while_the_loss_is_held() -> None:
     labels = torch.zeros(1, 4096, dtype=torch.int64)
     with LiveMemory() as live:
         loss = tiled_loss(lambda x, labels: cross_entropy_sum(x, labels), x, labels, tile_tokens=8)
-        assert live.now >= x.nbytes
+        before = live.now  # with the gradient of x, made in forward
         loss.backward()
         x.grad = None
-        assert live.now < 1000
+        assert live.now <= before - x.nbytes
     assert loss.item() > 0
