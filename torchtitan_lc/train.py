@@ -43,14 +43,13 @@ def run(config: JobConfig) -> None:
     device = init_distributed(
         device_type(), config.comm.init_timeout_seconds, config.comm.trace_buf_size
     )
+    trainer = Trainer(config, device)
     try:
-        trainer = Trainer(config, device)
-        try:
-            trainer.train()
-        finally:
-            trainer.close()
+        trainer.train()
     finally:
-        dist.destroy_process_group()
+        trainer.close()
+    # Not after an error: it waits for the other ranks' communicators, before the error is shown.
+    dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -193,7 +193,7 @@ class Trainer:
             return
         self._save_config()
         logger.info(f"Training starts at step {start + 1} of {steps}")
-        self._freeze_garbage()
+        self._collect_by_hand()
         with self.metrics(start) as metrics, self._profilers() as profilers:
             while self.state.step < steps:
                 self._collect_garbage()
@@ -329,7 +329,8 @@ class Trainer:
         logger.info(f"Attention: {self.strategy.describe(self.shape)}; kernel {kernel} ({reason})")
         logger.info(
             f"Step: {self.rows_per_step} rows of {config.training.seq_len:,} tokens, "
-            f"{self.accumulation} micro-batches of {config.training.local_batch_size} rows per rank"
+            f"{self.accumulation} micro-batches of {config.training.local_batch_size} rows for each of "
+            f"{self.dims.dp} data-parallel groups"
         )
         logger.info(f"Device: {describe_device(self.device.type)}")
 
@@ -356,7 +357,7 @@ class Trainer:
         sooner."""
         set_timeouts(self.meshes.groups(), self.config.comm.train_timeout_seconds)
 
-    def _freeze_garbage(self) -> None:
+    def _collect_by_hand(self) -> None:
         """Collect on all ranks at the same steps: a collection at a moment of its own stalls the
         others at the next collective."""
         gc.collect()

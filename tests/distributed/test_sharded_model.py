@@ -415,3 +415,23 @@ def _compiled(rank: int, world_size: int, tmp: str) -> None:
 
 def test_compiled_tiles_give_the_same_gradients_and_compile_once(tmp_path: Any) -> None:
     run_distributed(_compiled, 2, str(tmp_path), timeout=120)
+
+
+def _many_shapes(rank: int, world_size: int, tmp: str) -> None:
+    register_tiny()
+    settings = {
+        "job.dump_folder": tmp,
+        "model.flavor": "mha",
+        "attention.heads_per_stage": 3,
+        "parallelism.context_parallel_degree": 2,
+        "tiling.projection_tokens": 5,
+        "compile.enable": True,
+        "compile.backend": "eager",
+    }
+    trainer = _trainer(settings, masked_rows(1, 64))
+    _grads(trainer)  # raises where a function would fall back to running uncompiled
+    assert torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_many_shapes_of_tiles_and_stages_all_stay_compiled(tmp_path: Any) -> None:
+    run_distributed(_many_shapes, 2, str(tmp_path), timeout=120)

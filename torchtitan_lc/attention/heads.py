@@ -110,7 +110,7 @@ def plan_heads(
     if ranks > n_heads:
         raise ValueError(
             f"{ranks} ranks exchange heads, but there are only {n_heads} query heads: "
-            f"use a Ulysses degree of at most {n_heads}"
+            f"set parallelism.context_parallel_ulysses_degree to at most {n_heads}"
         )
     owned = owned_heads(n_heads, ranks)
     width = min(heads_per_stage or len(owned[0]), len(owned[0]))

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchtitan_lc.attention.base import ALONE, AttentionShape, Peers, Projection, Projections
 from torchtitan_lc.attention.bound import BoundProjection
@@ -123,6 +124,7 @@ class _AttentionHalf(torch.autograd.Function):
         return h1
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dh1: Tensor) -> tuple[Tensor | None, ...]:
         h, positions, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.n_weights], rest[ctx.n_weights :]
@@ -272,13 +274,13 @@ class _Half:
                 **self.mask,
             )
             dqs.append(dq)
-            if seg.arrival not in dheld and dk.shape == held[seg.arrival][0].shape:
+            first = seg.arrival not in dheld
+            if first and dk.shape == held[seg.arrival][0].shape:
                 dheld[seg.arrival] = [dk, dv]  # the first stage's gradients become the sum
             else:
-                sums = dheld.setdefault(
-                    seg.arrival, [torch.zeros_like(x) for x in held[seg.arrival]]
-                )
-                for total, part in zip(sums, (dk, dv), strict=True):
+                if first:
+                    dheld[seg.arrival] = [torch.zeros_like(x) for x in held[seg.arrival]]
+                for total, part in zip(dheld[seg.arrival], (dk, dv), strict=True):
                     total[:, :, kv_heads] += part
             del dk, dv
         return _join(dqs, dim=2, empty=q)

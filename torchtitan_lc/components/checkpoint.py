@@ -300,7 +300,9 @@ class CheckpointManager:
         # All ranks wait here: a slow file system may take longer to delete terabytes than the time
         # limit of the training step in which the others would wait for rank 0.
         keep = self.config.keep_latest_k
-        removed = from_rank_zero(lambda: folders.purge(self.folder, keep, step), self._group)
+        removed = from_rank_zero(
+            lambda: folders.purge(self.folder, keep, step, self.config.load_step), self._group
+        )
         if removed and self._rank == 0:
             logger.info(f"Removed old checkpoints: steps {', '.join(map(str, sorted(removed)))}")
 

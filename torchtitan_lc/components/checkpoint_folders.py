@@ -78,6 +78,13 @@ def choose_start(config: CheckpointConfig, dump_folder: str | Path) -> Start:
         raise UserError(
             f"checkpoint.exclude_from_loading: unknown {', '.join(unknown)}; use {', '.join(PARTS)}"
         )
+    if "train_state" in config.exclude_from_loading and (
+        "lr_scheduler" not in config.exclude_from_loading
+    ):
+        raise UserError(
+            "checkpoint.exclude_from_loading names train_state, which holds the step, but not "
+            "lr_scheduler: the step would start at 0 and the schedule elsewhere. Name both or neither"
+        )
     folder = checkpoint_folder(config, dump_folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(
@@ -176,13 +183,13 @@ def make_empty(path: Path) -> Path:
     return path
 
 
-def purge(folder: Path, keep_latest_k: int, just_saved: int) -> list[int]:
+def purge(folder: Path, keep_latest_k: int, just_saved: int, base: int = -1) -> list[int]:
     """Remove old complete steps; return those removed. ``keep_latest_k`` 0 keeps all.
 
     Kept are the newest k complete steps, the newest one that training can resume from (the newest
-    k may be model weights only) and ``just_saved`` (after a return to an older step by
-    ``checkpoint.load_step`` it is not among the newest). Incomplete folders neither count nor go.
-    If the step just saved does not read back as complete, nothing is removed.
+    k may be model weights only), and ``just_saved`` and ``base``, the step that a run went back to by
+    ``checkpoint.load_step``: neither need be among the newest. Incomplete folders neither count nor
+    go. If the step just saved does not read back as complete, nothing is removed.
     """
     if keep_latest_k == 0:
         return []
@@ -190,7 +197,7 @@ def purge(folder: Path, keep_latest_k: int, just_saved: int) -> list[int]:
     if just_saved not in [found.step for found in complete]:
         logger.warning(f"step-{just_saved} in {folder} is not complete: no older step is removed")
         return []
-    kept = {found.step for found in complete[:keep_latest_k]} | {just_saved}
+    kept = {found.step for found in complete[:keep_latest_k]} | {just_saved, base}
     kept |= {found.step for found in [found for found in complete if found.resumable][:1]}
     removed = []
     for found in complete:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tile_slices, vjp
 
@@ -69,6 +70,7 @@ class _TiledLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx, *dweights = (
             None if grad is None else _scaled(grad, dloss) for grad in ctx.saved_tensors

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def tile_slices(tokens: int, tile_tokens: int, batch: int = 1) -> Iterator[tuple[int, int]]:
@@ -93,6 +94,7 @@ class _Tiled(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, *needs_weights = ctx.needs_input_grad[3:]

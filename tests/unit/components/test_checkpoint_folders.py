@@ -304,3 +304,17 @@ def test_a_folder_half_removed_never_looks_complete(
     assert purge(tmp_path / "checkpoint", 2, just_saved=3) == []
     assert "step-1 could not be removed" in caplog.text
     assert inspect(tmp_path / "checkpoint" / "step-1", 1).state == "unfinished"
+
+
+def test_the_step_that_a_run_went_back_to_is_not_purged(tmp_path: Path) -> None:
+    for step in (5, 6, 7, 8):
+        write_step(tmp_path, step)
+    # Back to step 6 by load_step, trained on to 7; 8 is of the run that was left.
+    assert purge(tmp_path / "checkpoint", 2, just_saved=7, base=6) == [5]
+
+
+def test_the_step_cannot_start_anew_under_a_schedule_that_goes_on(tmp_path: Path) -> None:
+    (problem,) = checkpoint_problems(config(exclude_from_loading=["train_state"]), tmp_path)
+    assert "lr_scheduler" in problem
+    both = config(exclude_from_loading=["train_state", "lr_scheduler"])
+    assert checkpoint_problems(both, tmp_path) == []

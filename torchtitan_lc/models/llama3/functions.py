@@ -48,7 +48,13 @@ class Functions:
         return cross_entropy_sum(self.logits(h, scale, table), labels)
 
     def compile(self, backend: str) -> None:
-        """Replace the functions that work on tiles by compiled equals (shapes static: tiles repeat)."""
+        """Replace the functions that work on tiles by compiled equals (shapes static: tiles repeat).
+
+        Each is compiled anew for every size of tile and number of heads that occurs: a handful, but
+        more than the 8 after which torch would go on uncompiled without a word.
+        """
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         for name in ("query", "key_value", "mlp_half", "loss"):
             compiled = torch.compile(getattr(self, name), backend=backend, dynamic=False)
             setattr(self, name, compiled)

@@ -185,6 +185,7 @@ class Llama3Model(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
+        self.functions.rope.inv_freq(tokens.device)  # made before compiled functions look for it
         h = self.tok_embeddings(tokens)
         for block in self.blocks:
             h = block(h, positions, documents)
