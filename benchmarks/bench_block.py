@@ -77,6 +77,7 @@ class Setting:
     kernel: str
     projection_tokens: int
     mlp_tokens: int
+    hold_normed_input: bool
     steps: int
     dtype: torch.dtype
 
@@ -100,6 +101,7 @@ def run_case(setting: Setting, strategy: str, mode: Any, device: torch.device) -
         ulysses=Peers(ranks, rank, dist.group.WORLD),
         heads_per_stage=int(heads or 1),
         tile_tokens=setting.projection_tokens,
+        hold_normed_input=setting.hold_normed_input,
     )
     model.execution.mlp_tokens = setting.mlp_tokens
     block = model.blocks[0]
@@ -168,6 +170,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--projection_tokens", type=parse_token_count, default=16384)
     parser.add_argument("--mlp_tokens", type=parse_token_count, default=16384)
+    parser.add_argument("--hold_normed_input", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -183,6 +186,7 @@ def main() -> None:
         kernel=args.kernel,
         projection_tokens=args.projection_tokens,
         mlp_tokens=args.mlp_tokens,
+        hold_normed_input=args.hold_normed_input,
         steps=args.steps,
         dtype=getattr(torch, args.dtype),
     )

@@ -122,6 +122,7 @@ class Trainer:
             ring=self.dims.peers(self.meshes, "ring"),
             heads_per_stage=config.attention.heads_per_stage,
             tile_tokens=config.tiling.projection_tokens,
+            hold_normed_input=config.attention.hold_normed_input,
         )
         tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
         self.loader = build_loader(

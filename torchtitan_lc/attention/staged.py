@@ -7,7 +7,7 @@ with one rank plain attention; forward and backward are written once for all thr
     K and V      projected and exchanged when a stage first needs them, kept until the last that does
 
 No full-size q, k, v or gradient of out exists: only those of the heads at hand. The normed input is made
-again by tiles at every projection (a matrix product is far dearer than a norm), out is kept in sequence
+again by tiles at every projection, unless it is to be held (1 B for that time), out is kept in sequence
 layout (one block per owner, see comm.py), and dq, dk, dv are turned into the gradient of the normed
 input stage by stage.
 
@@ -41,7 +41,8 @@ class StagedStrategy:
 
     ulysses: the ranks that exchange heads. ring: those that pass K and V round, around the kernel
     (ring.py). heads_per_stage: query heads per rank and stage, None for all at once. tile_tokens:
-    tokens projected at once (0: all).
+    tokens projected at once (0: all). hold_normed_input: keep the normed input from the first
+    projection to the last, instead of making it again by tiles for each.
     """
 
     name = "staged"
@@ -54,6 +55,7 @@ class StagedStrategy:
         ring: Peers = ALONE,
         heads_per_stage: int | None = None,
         tile_tokens: int = 0,
+        hold_normed_input: bool = False,
     ) -> None:
         self.kernel = kernel
         if ring.ranks > 1:
@@ -61,6 +63,7 @@ class StagedStrategy:
         self.ranks, self.rank, self.group = ulysses.ranks, ulysses.rank, ulysses.group
         self.heads_per_stage = heads_per_stage
         self.tile_tokens = tile_tokens
+        self.hold_normed_input = hold_normed_input
         self.layout = Layout(ulysses.ranks, ring.ranks)
 
     def plan(self, n_heads: int, n_kv_heads: int) -> HeadPlan:
@@ -151,6 +154,7 @@ class _Half:
         self.mask: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "documents": documents}
         self.s, self.p, self.h, self.positions = strategy, projections, h, positions
         self.plan = strategy.plan(p.n_heads, p.n_kv_heads)
+        self.x: Tensor | None = None  # the normed input, where it is held
         left = list(weights)
 
         def bind(part: Projection, n_heads: int) -> BoundProjection:
@@ -168,6 +172,7 @@ class _Half:
         """h1 [B, T, M], and per stage (out packed, lse) for backward."""
         replayed = tape_to_replay()
         kept: list[Tensor] = list(replayed.pop()) if replayed is not None else self._attend()
+        self.x = None
         h1 = self._add_outputs(kept[::2])
         tape = tape_to_record()
         if tape is not None:
@@ -242,6 +247,7 @@ class _Half:
                 del k, v
                 self._key_value_backward(self.plan.stages[arrival], dk, dv, dx)
                 del dk, dv
+        self.x = None
         dh = self._norm_backward(dh1, dx)
         return dh, [grad for bound in bounds for grad in bound.results()]
 
@@ -380,6 +386,12 @@ class _Half:
         return k, exchange.seq_to_heads(packed.pop(0))
 
     def _normed(self, start: int, stop: int) -> Tensor:
+        if self.s.hold_normed_input:
+            if self.x is None:
+                self.x = torch.empty_like(self.h, memory_format=torch.contiguous_format)
+                for a, b in self._tiles():
+                    self.x[:, a:b] = self.norm.fn(self.h[:, a:b], *self.norm.weights)
+            return self.x[:, start:stop]
         return self.norm.fn(self.h[:, start:stop], *self.norm.weights)
 
     def _tiles(self) -> list[tuple[int, int]]:

@@ -3,6 +3,8 @@ asked what it can do, not run over several ranks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtitan_lc.attention.base import ALONE, Peers
 from torchtitan_lc.attention.heads import plan_heads
 from torchtitan_lc.attention.kernels import Kernel
@@ -20,15 +22,17 @@ def make_strategy(
     ring: Peers = ALONE,
     heads_per_stage: int = 1,
     tile_tokens: int = 0,
+    hold_normed_input: bool = False,
 ) -> StagedStrategy:
     """Raises ValueError for a name that is no strategy, and for ranks that the strategy cannot use."""
+    common: dict[str, Any] = {"tile_tokens": tile_tokens, "hold_normed_input": hold_normed_input}
     if name == "local":
         if ulysses.ranks * ring.ranks > 1:
             raise ValueError(
                 "attention.strategy = 'local' cannot spread a row over "
                 f"{ulysses.ranks * ring.ranks} ranks: choose ulysses, upipe or ring"
             )
-        return Local(kernel, tile_tokens=tile_tokens)
+        return Local(kernel, **common)
     if name == "ring":
         if ulysses.ranks > 1:
             raise ValueError(
@@ -36,17 +40,11 @@ def make_strategy(
                 f"{ulysses.ranks}: choose ulysses (USP) or upipe, or set "
                 "parallelism.context_parallel_ulysses_degree to 1"
             )
-        return RingOnly(kernel, ring=ring, tile_tokens=tile_tokens)
+        return RingOnly(kernel, ring=ring, **common)
     if name == "ulysses":
-        return Ulysses(kernel, ulysses=ulysses, ring=ring, tile_tokens=tile_tokens)
+        return Ulysses(kernel, ulysses=ulysses, ring=ring, **common)
     if name == "upipe":
-        return UPipe(
-            kernel,
-            ulysses=ulysses,
-            ring=ring,
-            heads_per_stage=heads_per_stage,
-            tile_tokens=tile_tokens,
-        )
+        return UPipe(kernel, ulysses=ulysses, ring=ring, heads_per_stage=heads_per_stage, **common)
     raise ValueError(f"attention.strategy = {name!r} is none of: local, ulysses, upipe, ring")
 
 

@@ -10,17 +10,10 @@ it is USP (Fang and Zhao, arXiv 2405.07719): heads are exchanged among neighbour
 
 from __future__ import annotations
 
-from torchtitan_lc.attention.base import ALONE, Peers
-from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.staged import StagedStrategy
 
 
 class Ulysses(StagedStrategy):
-    """Every rank works on all of its heads in a single stage."""
+    """Every rank works on all of its heads in a single stage: no heads_per_stage."""
 
     name = "ulysses"
-
-    def __init__(
-        self, kernel: Kernel, *, ulysses: Peers, ring: Peers = ALONE, tile_tokens: int = 0
-    ) -> None:
-        super().__init__(kernel, ulysses=ulysses, ring=ring, tile_tokens=tile_tokens)

@@ -11,8 +11,6 @@ changes its order.
 
 from __future__ import annotations
 
-from torchtitan_lc.attention.base import ALONE, Peers
-from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.staged import StagedStrategy
 
 
@@ -20,20 +18,3 @@ class UPipe(StagedStrategy):
     """``heads_per_stage`` query heads per rank and stage; more are faster, fewer are leaner."""
 
     name = "upipe"
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        *,
-        ulysses: Peers,
-        ring: Peers = ALONE,
-        heads_per_stage: int,
-        tile_tokens: int = 0,
-    ) -> None:
-        super().__init__(
-            kernel,
-            ulysses=ulysses,
-            ring=ring,
-            heads_per_stage=heads_per_stage,
-            tile_tokens=tile_tokens,
-        )

@@ -224,6 +224,10 @@ class Attention:
     heads_per_stage: int = 1
     """Query heads of a rank that one upipe stage works on. More heads: fewer exchanges, larger
     buffers; the last stage takes what is left. No effect under the other strategies."""
+    hold_normed_input: bool = False
+    """Keep the normalised input of attention from its first projection to its last, instead of making
+    it again by tiles for each (stages + arrivals of KV heads times): one more hidden-state-sized
+    buffer in attention's forward and backward, fewer norms. Same numbers."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
     whole on one, and stop if loss or gradients differ. A few seconds; no effect when

@@ -49,7 +49,7 @@ class Loss(torch.autograd.Function):
         return torch.zeros(ctx.shape)
 
 
-def _measure(strategy_name: str, heads_per_stage: int, mode: Any, results: Any) -> None:
+def _measure(strategy_name: str, heads_per_stage: int, mode: Any, hold: bool, results: Any) -> None:
     """(peak of forward, kept for backward, peak of backward), each without the block's weights."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -73,6 +73,7 @@ def _measure(strategy_name: str, heads_per_stage: int, mode: Any, results: Any) 
         ulysses=Peers(8, 0, dist.group.WORLD),
         heads_per_stage=heads_per_stage,
         tile_tokens=TILE,
+        hold_normed_input=hold,
     )
     model.execution.mlp_tokens = TILE
     model.blocks[0].checkpoint = checkpoint_block(mode)
@@ -92,21 +93,28 @@ def _measure(strategy_name: str, heads_per_stage: int, mode: Any, results: Any) 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "heads", "mode", "forward", "kept", "backward"),
+    ("strategy", "heads", "mode", "hold", "forward", "kept", "backward"),
     [
         # lse: one number for 4 of q's, so 1/4 of out's size with a head size of 4; 1/128 in a real run
-        ("upipe", 1, "selective", 4.45, 2.35, 6.8),
-        ("upipe", 1, "full", 3.5, 1.1, 6.8),
-        ("upipe", 2, "selective", 4.45, 2.35, 7.85),
-        ("ulysses", 1, "selective", 4.8, 2.35, 10.35),
+        ("upipe", 1, "selective", False, 4.45, 2.35, 6.8),
+        ("upipe", 1, "full", False, 3.5, 1.1, 6.8),
+        ("upipe", 2, "selective", False, 4.45, 2.35, 7.85),
+        ("ulysses", 1, "selective", False, 4.8, 2.35, 10.35),
+        ("upipe", 1, "selective", True, 4.5, 2.35, 7.8),
     ],
 )
 def test_a_block_holds_no_more_than_its_schedule_needs(
-    strategy: str, heads: int, mode: str, forward: float, kept: float, backward: float
+    strategy: str,
+    heads: int,
+    mode: str,
+    hold: bool,
+    forward: float,
+    kept: float,
+    backward: float,
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
-    worker = context.Process(target=_measure, args=(strategy, heads, mode, results))
+    worker = context.Process(target=_measure, args=(strategy, heads, mode, hold, results))
     worker.start()
     got = results.get(timeout=60)
     worker.join()

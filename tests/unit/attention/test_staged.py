@@ -119,6 +119,25 @@ def test_only_the_last_layers_keep_attention_when_a_number_is_named(selective_la
     assert layer_modes("selective", 1, 3) == ["full", "full", "selective"]
 
 
+def test_holding_the_normed_input_changes_no_bit() -> None:
+    def gradients(hold: bool) -> list[Tensor]:
+        model = Llama3Model(FLAVORS["gqa"])
+        model.init_weights(seed=0)
+        model.execution.strategy = UPipe(
+            CpuFlash(),
+            ulysses=ALONE,
+            heads_per_stage=2,
+            tile_tokens=13,
+            hold_normed_input=hold,
+        )
+        rows = masked_rows(2, 64)
+        loss = model(rows["tokens"], rows["positions"], rows["labels"])
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    for made, held in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(made, held)
+
+
 def test_more_selective_layers_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="selective_layers = 3.*2 layers"):
         layer_modes("selective", 3, 2)
