@@ -312,9 +312,10 @@ class Comm:
 
     init_timeout_seconds: int = 300
     """Limit until step 1 is done: start-up, loading and compiling may keep ranks waiting."""
-    train_timeout_seconds: int = 100
-    """Limit after step 1. One exchange may wait for the slowest rank's attention: at millions of
-    tokens give it minutes."""
+    train_timeout_seconds: int = 1800
+    """Limit after step 1. TorchTitan's 100 would end a healthy job here: a collective waits for the
+    attention kernels queued before it, at millions of tokens for minutes. Lower it to notice a
+    hanging rank sooner."""
     trace_buf_size: int = 20000
     """Entries of the NCCL flight recorder, which tells after a timeout who waited for whom; 0 is
     off."""
