@@ -1,43 +1,28 @@
 """The attention half of a block as one function that owns its buffers: h + output(attend(norm(h))).
 
-It walks through the stages of a head plan. With one stage it is Ulysses, with several Untied Ulysses,
-with one rank plain attention; forward and backward are written once for all three.
-
-    per stage    project the stage's heads by tiles -> exchange -> kernel -> exchange -> add to h1
-    K and V      projected and exchanged when a stage first needs them, kept until the last that does
-
-No full-size q, k, v or gradient of out exists: only those of the heads at hand. The normed input is made
-again by tiles at every projection, unless it is to be held (1 B for that time), out is kept in sequence
-layout (one block per owner, see comm.py), and dq, dk, dv are turned into the gradient of the normed
-input stage by stage.
-
-Letters: B rows, T tokens of a rank, S all tokens of the row, M model width, D head dim, n query heads
-and m KV heads of this rank at this stage.
+It walks through the stages of a head plan (half.py). With one stage it is Ulysses, with several Untied
+Ulysses, with one rank plain attention; forward and backward are written once for all three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from torchtitan_lc.attention.base import ALONE, AttentionShape, Peers, Projection, Projections
-from torchtitan_lc.attention.bound import BoundProjection
-from torchtitan_lc.attention.comm import HeadExchange, join_heads
+from torchtitan_lc.attention.base import ALONE, AttentionShape, Peers, Projections
 from torchtitan_lc.attention.documents import Documents
-from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage, plan_heads
+from torchtitan_lc.attention.half import AttentionHalf
+from torchtitan_lc.attention.heads import HeadPlan, plan_heads
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.ring import Ring
-from torchtitan_lc.ops.recompute import tape_to_record, tape_to_replay
-from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tile_slices, vjp
 
 
 class StagedStrategy:
-    """Common part of local, ulysses and upipe.
+    """What all strategies have in common.
 
     ulysses: the ranks that exchange heads. ring: those that pass K and V round, around the kernel
     (ring.py). heads_per_stage: query heads per rank and stage, None for all at once. tile_tokens:
@@ -103,10 +88,10 @@ class StagedStrategy:
             )
             for w in part.weights
         ]
-        return _AttentionHalf.apply(self, projections, documents, h, positions, *weights)
+        return _Attend.apply(self, projections, documents, h, positions, *weights)
 
 
-class _AttentionHalf(torch.autograd.Function):
+class _Attend(Function):
     """Weights are inputs, so that their gradients leave through autograd and FSDP's hooks fire."""
 
     @staticmethod
@@ -121,7 +106,7 @@ class _AttentionHalf(torch.autograd.Function):
     ) -> Tensor:
         ctx.of = (strategy, projections, documents)
         ctx.n_weights = len(weights)
-        half = _Half(strategy, projections, documents, h, positions, weights)
+        half = AttentionHalf(strategy, projections, documents, h, positions, weights)
         h1, kept = half.forward()
         ctx.save_for_backward(h, positions, *weights, *kept)
         return h1
@@ -133,309 +118,6 @@ class _AttentionHalf(torch.autograd.Function):
         weights, kept = rest[: ctx.n_weights], rest[ctx.n_weights :]
         del rest  # kept is used up stage by stage: nothing else may hold what is in it
         strategy, projections, documents = ctx.of
-        half = _Half(strategy, projections, documents, h, positions, weights)
+        half = AttentionHalf(strategy, projections, documents, h, positions, weights)
         dh, dweights = half.backward(dh1.contiguous(), kept, ctx.needs_input_grad[5:])
         return (None, None, None, dh, None, *dweights)
-
-
-class _Half:
-    """One pass, forward or backward, over the stages."""
-
-    def __init__(
-        self,
-        strategy: StagedStrategy,
-        projections: Projections,
-        documents: Documents | None,
-        h: Tensor,
-        positions: Tensor,
-        weights: Sequence[Tensor],
-    ) -> None:
-        p = projections
-        self.mask: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "documents": documents}
-        self.s, self.p, self.h, self.positions = strategy, projections, h, positions
-        self.plan = strategy.plan(p.n_heads, p.n_kv_heads)
-        self.x: Tensor | None = None  # the normed input, where it is held
-        left = list(weights)
-
-        def bind(part: Projection, n_heads: int) -> BoundProjection:
-            mine = [left.pop(0) for _ in part.weights]
-            return BoundProjection(part, mine, n_heads)
-
-        self.norm = bind(p.norm, 1)
-        self.query = bind(p.query, p.n_heads)
-        self.key_value = bind(p.key_value, p.n_kv_heads)
-        self.output = bind(p.output, p.n_heads)
-
-    # -- forward
-
-    def forward(self) -> tuple[Tensor, list[Tensor]]:
-        """h1 [B, T, M], and per stage (out packed, lse) for backward."""
-        replayed = tape_to_replay()
-        kept: list[Tensor] = list(replayed.pop()) if replayed is not None else self._attend()
-        self.x = None
-        h1 = self._add_outputs(kept[::2])
-        tape = tape_to_record()
-        if tape is not None:
-            tape.push(tuple(kept))
-        return h1, kept
-
-    def _add_outputs(self, outs: Sequence[Tensor]) -> Tensor:
-        """h + output(all heads): one matrix product over the heads of all stages, in their order.
-
-        Adding stage after stage would round to the dtype of the residual stream once per stage, and
-        the stream is larger than what is added.
-        """
-        stages = self.plan.stages
-        exchanges = [self._exchange(stage.q_heads) for stage in stages]
-        wo = self.output.cut(tuple(head for stage in stages for head in stage.all_q_heads))
-        h1 = torch.empty_like(self.h, memory_format=torch.contiguous_format)
-        for start, stop in self._tiles():
-            views = [
-                view
-                for exchange, out in zip(exchanges, outs, strict=True)
-                for view in exchange.row_views(out, start, stop)
-            ]
-            y = self.output.fn(join_heads(views), *wo)
-            torch.add(self.h[:, start:stop], y, out=h1[:, start:stop])
-        return h1
-
-    def _attend(self) -> list[Tensor]:
-        kept: list[Tensor] = []
-        held: dict[int, tuple[Tensor, Tensor]] = {}
-        for index, stage in enumerate(self.plan.stages):
-            if any(stage.kv_heads):
-                held[index] = self._project_key_value(stage)
-            q = self._project_query(stage)
-            outs, lses = [], []
-            for segment in stage.segments[self.s.rank]:
-                k, v = (x[:, :, segment.kv_start : segment.kv_stop] for x in held[segment.arrival])
-                q_part = q[:, :, segment.q_start : segment.q_stop]
-                out, lse = self.s.kernel.forward(q_part, k, v, **self.mask)
-                outs.append(out)
-                lses.append(lse)
-            out = _join(outs, dim=2, empty=q)
-            lse = _join(lses, dim=1, empty=q.new_empty(q.shape[0], 0, q.shape[1]))
-            del q, outs
-            for arrival in stage.releases:
-                del held[arrival]
-            kept += [self._exchange(stage.q_heads).heads_to_seq(out), lse]
-        return kept
-
-    # -- backward
-
-    def backward(
-        self, dh1: Tensor, kept: list[Tensor], needs_grad: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """dh and the weights' gradients; empties ``kept``."""
-        bounds = (self.norm, self.query, self.key_value, self.output)
-        flags = list(needs_grad)
-        for bound in bounds:
-            bound.needs_grad = [flags.pop(0) for _ in bound.weights]
-        dx = torch.zeros_like(self.h, memory_format=torch.contiguous_format)  # of the normed input
-        held: dict[int, tuple[Tensor, Tensor]] = {}
-        dheld: dict[int, list[Tensor]] = {}
-        for index, stage in enumerate(self.plan.stages):
-            if any(stage.kv_heads):
-                held[index] = self._project_key_value(stage)
-            dq = self._stage_backward(stage, dh1, kept, held, dheld)
-            self._query_backward(stage, dq, dx)
-            del dq
-            for arrival in stage.releases:
-                k, v = held.pop(arrival)
-                # A rank that is idle in all of the stages has no gradient for its share, of no heads.
-                dk, dv = dheld.pop(arrival, [k, v])
-                del k, v
-                self._key_value_backward(self.plan.stages[arrival], dk, dv, dx)
-                del dk, dv
-        self.x = None
-        dh = self._norm_backward(dh1, dx)
-        return dh, [grad for bound in bounds for grad in bound.results()]
-
-    def _stage_backward(
-        self,
-        stage: Stage,
-        dh1: Tensor,
-        kept: list[Tensor],
-        held: dict[int, tuple[Tensor, Tensor]],
-        dheld: dict[int, list[Tensor]],
-    ) -> Tensor:
-        """Gradient of the stage's q [B, S, n, D]; those of k and v are added to ``dheld``."""
-        exchange = self._exchange(stage.q_heads)
-        out_packed, lse = kept.pop(0), kept.pop(0)
-        dout = exchange.seq_to_heads(self._output_backward(stage, dh1, out_packed))
-        out = exchange.seq_to_heads(out_packed)
-        del out_packed
-        q = self._project_query(stage)
-        dqs = []
-        for seg in stage.segments[self.s.rank]:
-            heads, kv_heads = slice(seg.q_start, seg.q_stop), slice(seg.kv_start, seg.kv_stop)
-            k, v = (x[:, :, kv_heads] for x in held[seg.arrival])
-            dq, dk, dv = self.s.kernel.backward(
-                dout[:, :, heads],
-                q[:, :, heads],
-                k,
-                v,
-                out[:, :, heads],
-                lse[:, heads].contiguous(),
-                **self.mask,
-            )
-            dqs.append(dq)
-            first = seg.arrival not in dheld
-            if first and dk.shape == held[seg.arrival][0].shape:
-                dheld[seg.arrival] = [dk, dv]  # the first stage's gradients become the sum
-            else:
-                if first:
-                    dheld[seg.arrival] = [torch.zeros_like(x) for x in held[seg.arrival]]
-                for total, part in zip(dheld[seg.arrival], (dk, dv), strict=True):
-                    total[:, :, kv_heads] += part
-            del dk, dv
-        return _join(dqs, dim=2, empty=q)
-
-    def _output_backward(self, stage: Stage, dh1: Tensor, out_packed: Tensor) -> Tensor:
-        """Packed gradient of the stage's out; the output weights' gradient is collected."""
-        exchange = self._exchange(stage.q_heads)
-        dout = exchange.new_packed(out_packed)
-        leaves = self.output.leaves(stage.all_q_heads)
-        sums = [GradSum(w) for w in leaves]
-        for start, stop in self._tiles():
-            tile = leaf(exchange.read_rows(out_packed, start, stop))
-            dtile, *dweights = vjp(self.output.fn, [tile, *leaves], [dh1[:, start:stop]])
-            assert dtile is not None
-            exchange.write_rows(dout, start, dtile)
-            _add_all(sums, dweights)
-        self.output.add_grads(stage.all_q_heads, sums)
-        return dout
-
-    def _query_backward(self, stage: Stage, dq: Tensor, dx: Tensor) -> None:
-        exchange = self._exchange(stage.q_heads)
-        packed = exchange.heads_to_seq(dq)
-
-        def dq_tile(start: int, stop: int) -> list[Tensor]:
-            return [exchange.read_rows(packed, start, stop)]
-
-        self._projection_backward(self.query, stage.all_q_heads, dq_tile, dx)
-
-    def _key_value_backward(self, stage: Stage, dk: Tensor, dv: Tensor, dx: Tensor) -> None:
-        exchange = self._exchange(stage.kv_heads)
-        packed = [exchange.heads_to_seq(dk), exchange.heads_to_seq(dv)]
-        unique = _unique(stage.all_kv_heads)
-
-        def dkv_tile(start: int, stop: int) -> list[Tensor]:
-            tiles = [exchange.read_rows(part, start, stop) for part in packed]
-            return [_sum_replicas(tile, stage.all_kv_heads, unique) for tile in tiles]
-
-        self._projection_backward(self.key_value, unique, dkv_tile, dx)
-
-    def _projection_backward(
-        self,
-        bound: BoundProjection,
-        heads: Heads,
-        grads_of: Callable[[int, int], list[Tensor]],
-        dx: Tensor,
-    ) -> None:
-        """Add the gradient of the normed input to ``dx``, collect the weights'."""
-        leaves = bound.leaves(heads)
-        sums = [GradSum(w) for w in leaves]
-        for start, stop in self._tiles():
-            x = leaf(self._normed(start, stop))
-            inputs = [x, self.positions[:, start:stop], *leaves]
-            dx_tile, _, *dweights = vjp(bound.fn, inputs, grads_of(start, stop))
-            assert dx_tile is not None
-            dx[:, start:stop] += dx_tile
-            _add_all(sums, dweights)
-        bound.add_grads(heads, sums)
-
-    def _norm_backward(self, dh1: Tensor, dx: Tensor) -> Tensor:
-        """Gradient of h: that of the residual plus that through the norm, written over ``dx``."""
-        leaves = [leaf(w, n) for w, n in zip(self.norm.weights, self.norm.needs_grad, strict=True)]
-        sums = [GradSum(w) for w in leaves]
-        for start, stop in self._tiles():
-            tile = leaf(self.h[:, start:stop])
-            dtile, *dweights = vjp(self.norm.fn, [tile, *leaves], [dx[:, start:stop]])
-            assert dtile is not None
-            torch.add(dh1[:, start:stop], dtile, out=dx[:, start:stop])
-            _add_all(sums, dweights)
-        self.norm.add_grads((), sums)
-        return dx
-
-    # -- shared by both
-
-    def _project_query(self, stage: Stage) -> Tensor:
-        """q of the stage's heads in head layout: [B, S, n, D]."""
-        exchange = self._exchange(stage.q_heads)
-        weights = self.query.cut(stage.all_q_heads)
-        packed = exchange.new_packed(self.h)
-        for start, stop in self._tiles():
-            x = self._normed(start, stop)
-            tile = self.query.fn(x, self.positions[:, start:stop], *weights)
-            exchange.write_rows(packed, start, tile)
-        return exchange.seq_to_heads(packed)
-
-    def _project_key_value(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        """k and v of the KV heads that arrive with the stage: [B, S, m, D] each."""
-        exchange = self._exchange(stage.kv_heads)
-        unique = _unique(stage.all_kv_heads)
-        weights = self.key_value.cut(unique)
-        packed = [exchange.new_packed(self.h), exchange.new_packed(self.h)]
-        for start, stop in self._tiles():
-            x = self._normed(start, stop)
-            tiles = self.key_value.fn(x, self.positions[:, start:stop], *weights)
-            for part, tile in zip(packed, tiles, strict=True):
-                exchange.write_rows(part, start, _replicate(tile, stage.all_kv_heads, unique))
-        k = exchange.seq_to_heads(packed.pop(0))
-        return k, exchange.seq_to_heads(packed.pop(0))
-
-    def _normed(self, start: int, stop: int) -> Tensor:
-        if self.s.hold_normed_input:
-            if self.x is None:
-                self.x = torch.empty_like(self.h, memory_format=torch.contiguous_format)
-                for a, b in self._tiles():
-                    self.x[:, a:b] = self.norm.fn(self.h[:, a:b], *self.norm.weights)
-            return self.x[:, start:stop]
-        return self.norm.fn(self.h[:, start:stop], *self.norm.weights)
-
-    def _tiles(self) -> list[tuple[int, int]]:
-        return list(tile_slices(self.h.shape[1], self.s.tile_tokens, self.h.shape[0]))
-
-    def _exchange(self, heads: tuple[Heads, ...]) -> HeadExchange:
-        return HeadExchange(
-            counts=tuple(len(h) for h in heads),
-            rank=self.s.rank,
-            batch=self.h.shape[0],
-            tokens=self.h.shape[1],
-            head_dim=self.p.head_dim,
-            group=self.s.group,
-        )
-
-
-def _add_all(sums: Sequence[GradSum], grads: Sequence[Tensor | None]) -> None:
-    for total, grad in zip(sums, grads, strict=True):
-        total.add(grad)
-
-
-def _join(parts: list[Tensor], dim: int, empty: Tensor) -> Tensor:
-    """Concatenate; without parts (a rank that is idle at this stage) ``empty``, which has no heads."""
-    if not parts:
-        return empty
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def _unique(heads: Heads) -> Heads:
-    return tuple(sorted(set(heads)))
-
-
-def _replicate(tile: Tensor, heads: Heads, unique: Heads) -> Tensor:
-    """[B, t, len(unique), D] -> [B, t, len(heads), D]: a KV head for each rank that needs it."""
-    if heads == unique:
-        return tile
-    return torch.cat([tile.narrow(2, unique.index(head), 1) for head in heads], dim=2)
-
-
-def _sum_replicas(tile: Tensor, heads: Heads, unique: Heads) -> Tensor:
-    """The adjoint of `_replicate`, summed in at least fp32."""
-    if heads == unique:
-        return tile
-    total = tile.new_zeros(*tile.shape[:2], len(unique), tile.shape[3], dtype=sum_dtype(tile.dtype))
-    for i, head in enumerate(heads):
-        total[:, :, unique.index(head)] += tile[:, :, i]
-    return total.to(tile.dtype)
