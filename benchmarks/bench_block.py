@@ -40,9 +40,12 @@ from torchtitan_lc.tools.hardware import device_type
 
 
 class StandIn:
-    """Allocates the results of a flash kernel, and in backward dq in fp32 beside them."""
+    """Allocates the results of a flash kernel, and in backward dq in ``wide`` beside them."""
 
     name = "stand-in"
+
+    def __init__(self, wide: torch.dtype = torch.float32) -> None:
+        self.wide = wide
 
     def unsupported(self, *_: Any) -> None:
         return None
@@ -53,7 +56,7 @@ class StandIn:
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        return torch.zeros_like(q, dtype=torch.float32).to(q.dtype), dk, dv
+        return torch.zeros_like(q, dtype=self.wide).to(q.dtype), dk, dv
 
 
 class Loss(torch.autograd.Function):

@@ -101,8 +101,8 @@ class Trainer:
     def __init__(self, config: JobConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.model_name = job_model(config)
-        args = self.model_name.args
+        self.job_model = job_model(config)
+        args = self.job_model.args
         ulysses = ulysses_degree(config, args)
         self.dims = ParallelDims(*resolve_degrees(config, self.world_size), ulysses)
         self.meshes: Meshes = self.dims.build(device.type)
@@ -137,7 +137,7 @@ class Trainer:
         if config.attention.self_check and self.dims.cp > 1:
             self_check(
                 config,
-                self.model_name.spec,
+                self.job_model.spec,
                 args,
                 self.strategy,
                 kernel.kernel,
@@ -163,15 +163,15 @@ class Trainer:
             lr_scheduler=self.lr_scheduler,
             train_state=self.state,
             dataloader=self.loader,
-            model_identity=identity(self.model_name.spec, config.model.flavor, args),
+            model_identity=identity(self.job_model.spec, config.model.flavor, args),
         )
         self._log_start(kernel.kernel.name, kernel.reason)
 
     def _build_model(self) -> nn.Module:
         """Build on the meta device, spread, then materialise and fill only this rank's shards."""
-        config, spec = self.config, self.model_name.spec
+        config, spec = self.config, self.job_model.spec
         with torch.device("meta"):
-            module = spec.build(self.model_name.args)
+            module = spec.build(self.job_model.args)
         module.to(torch_dtype(config.training.dtype))
         spec.parallelize(module, config, self.strategy, self.meshes)
         module.to_empty(device=self.device)
@@ -289,7 +289,7 @@ class Trainer:
         return float(scheduler.lr_lambdas[0](done)) * float(scheduler.base_lrs[0])
 
     def metrics(self, start: int) -> MetricsProcessor:
-        args = self.model_name.args
+        args = self.job_model.args
         # The embedding lookup multiplies nothing; a tied table is used as the output matrix, and counts.
         table = 0 if getattr(args, "tie_embeddings", False) else args.vocab_size * args.dim
         flops = flops_per_token(

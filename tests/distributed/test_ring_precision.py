@@ -1,4 +1,4 @@
-"""Rounding in a ring: results of hops are summed in fp32 and rounded once, however many hops."""
+"""A ring: results of hops are summed in fp32 and rounded once, and transfers run beside the kernel."""
 
 from __future__ import annotations
 
@@ -61,3 +61,40 @@ def test_the_error_of_out_and_of_every_gradient_does_not_grow_with_the_ring(rank
         without = ((got.double() - exact).norm() / exact.norm()).item()
         # Parts and their sum are rounded, instead of the result alone: a little more, once.
         assert error <= 1.3 * without, (name, error, without)
+
+
+def _order(rank: int, world_size: int) -> list[str]:
+    """What happens in which order in one forward and backward of a ring."""
+    events: list[str] = []
+
+    class Watched(CpuFlash):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            events.append("kernel")
+            return super().forward(*args, **kwargs)
+
+        def backward(self, *args: Any, **kwargs: Any) -> Any:
+            events.append("kernel")
+            return super().backward(*args, **kwargs)
+
+    send = dist.batch_isend_irecv
+
+    def watched_send(calls: Any) -> Any:
+        events.append("send")
+        return send(calls)
+
+    dist.batch_isend_irecv = watched_send  # type: ignore[assignment]
+    ring = Ring(Watched(), ranks=world_size, rank=rank, group=dist.group.WORLD)
+    q, k, v, dout = torch.randn(4, 1, 8, 2, 8)
+    out, lse = ring.forward(q, k, v, causal=False, scale=0.3)
+    events.append("backward")
+    ring.backward(dout, q, k, v, out, lse, causal=False, scale=0.3)
+    return events
+
+
+def test_k_and_v_are_on_their_way_before_each_kernel_is_called() -> None:
+    """On a GPU a transfer that is posted after a kernel waits for it."""
+    for events in run_distributed(_order, 3):
+        forward, backward = " ".join(events).split(" backward ")
+        assert forward == "send kernel send kernel kernel"
+        # k, v; then, behind each kernel but before the next, the gradients that it has added to.
+        assert backward == "send kernel send send kernel send kernel send"

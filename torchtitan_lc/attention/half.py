@@ -100,21 +100,27 @@ class AttentionHalf:
         for index, stage in enumerate(self.plan.stages):
             if any(stage.kv_heads):
                 held[index] = self._project_key_value(stage)
-            q = self._project_query(stage)
-            outs, lses = [], []
-            for segment in stage.segments[self.s.rank]:
-                k, v = (x[:, :, segment.kv_start : segment.kv_stop] for x in held[segment.arrival])
-                q_part = q[:, :, segment.q_start : segment.q_stop]
-                out, lse = self.s.kernel.forward(q_part, k, v, **self.mask)
-                outs.append(out)
-                lses.append(lse)
-            out = _join(outs, dim=2, empty=q)
-            lse = _join(lses, dim=1, empty=q.new_empty(q.shape[0], 0, q.shape[1]))
-            del q, outs
+            out, lse = self._stage_forward(stage, held)
             for arrival in stage.releases:
                 del held[arrival]
             kept += [self._exchange(stage.q_heads).heads_to_seq(out), lse]
         return kept
+
+    def _stage_forward(
+        self, stage: Stage, held: dict[int, tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """out [B, S, n, D] and lse [B, n, S] of this rank's heads."""
+        q = self._project_query(stage)
+        outs, lses = [], []
+        for seg in stage.segments[self.s.rank]:
+            k, v = (x[:, :, seg.kv_start : seg.kv_stop] for x in held[seg.arrival])
+            part, part_lse = self.s.kernel.forward(
+                q[:, :, seg.q_start : seg.q_stop], k, v, **self.mask
+            )
+            outs.append(part)
+            lses.append(part_lse)
+        no_lse = q.new_empty(q.shape[0], 0, q.shape[1])
+        return _join(outs, dim=2, empty=q), _join(lses, dim=1, empty=no_lse)
 
     # -- backward
 

@@ -76,13 +76,14 @@ class Ring:
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         mask = self._mask(q, causal, documents)
+        moving = _Moving(self, [k, v])
         out, lse = self.kernel.forward(
             q, k, v, causal=causal, scale=scale, documents=mask.own_documents
         )
         wide = out.to(sum_dtype(out.dtype))
         total = wide.clone() if wide is out else wide
         lse = lse.clone()
-        for source, (k_there, v_there) in self._travel([k, v]):
+        for source, (k_there, v_there) in self._travel(moving):
             for rows, box in mask.rectangles(source):
                 part, part_lse = self.kernel.forward(
                     q[rows, box.q_start : box.q_stop],
@@ -113,13 +114,14 @@ class Ring:
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = self._mask(q, causal, documents)
+        moving_kv = _Moving(self, [k, v])
         own = self.kernel.backward(
             dout, q, k, v, out, lse, causal=causal, scale=scale, documents=mask.own_documents
         )
         wide = sum_dtype(q.dtype)
         dq, dk, dv = (grad.to(wide, copy=True) for grad in own)
         moving = _Moving(self, [dk, dv])
-        for source, (k_there, v_there) in self._travel([k, v]):
+        for source, (k_there, v_there) in self._travel(moving_kv):
             dk, dv = torch.zeros_like(dk), torch.zeros_like(dv)
             for rows, box in mask.rectangles(source):
                 queries, keys = slice(box.q_start, box.q_stop), slice(box.k_start, box.k_stop)
@@ -147,11 +149,10 @@ class Ring:
         bounds = documents.bounds if documents is not None else None
         return _Mask(self.ranks, self.rank, seq_len, causal, bounds)
 
-    def _travel(self, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    def _travel(self, moving: _Moving) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (ring rank, its k and v) for every other rank, one step of the ring after the other;
-        the next ones are on their way while the caller works."""
-        tensors = [x.contiguous() for x in tensors]
-        moving = _Moving(self, tensors)
+        the next ones are on their way while the caller works. ``moving``: the own ones, sent before
+        the first kernel was called, or the transfer would queue behind it on a GPU."""
         for step in range(1, self.ranks):
             tensors = moving.arrived()
             if step + 1 < self.ranks:
@@ -163,6 +164,7 @@ class _Moving:
     """Tensors on their way to the next ring rank, and those of the previous one on their way here."""
 
     def __init__(self, ring: Ring, tensors: list[Tensor]) -> None:
+        tensors = [x.contiguous() for x in tensors]
         self._received = [torch.empty_like(x) for x in tensors]
         self._sent = tensors  # alive until they have left
         group = ring.group

@@ -27,7 +27,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     logits [B, t, V], labels [B, t] int64 with IGNORE_INDEX where no token is trained. Zero, not NaN,
     when no label is live.
     """
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.flatten(0, 1).to(sum_dtype(logits.dtype))
     return F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
@@ -48,16 +48,14 @@ class _TiledLoss(torch.autograd.Function):
         leaves = [leaf(w, need) for w, need in zip(weights, needs_weights, strict=True)]
         sums = [GradSum(w) for w in weights]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
-        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        total = torch.zeros((), dtype=sum_dtype(x.dtype), device=x.device)
         for start, stop in tile_slices(x.shape[1], tile_tokens, x.shape[0]):
             labels_tile = labels[:, start:stop]
             if not any(needs):
                 total += fn(x[:, start:stop], labels_tile, *weights)
                 continue
-            loss_and_grads = _loss_with_grads(
-                fn, leaf(x[:, start:stop], needs_x), labels_tile, leaves
-            )
-            part, dx_tile, dweights = loss_and_grads
+            x_tile = leaf(x[:, start:stop], needs_x)
+            part, dx_tile, dweights = _loss_with_grads(fn, x_tile, labels_tile, leaves)
             total += part
             if dx is not None:
                 dx[:, start:stop] = 0 if dx_tile is None else dx_tile
@@ -99,7 +97,7 @@ def _loss_with_grads(
         losses.append(fn(x, labels, *weights))
         return losses[0]
 
-    one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    one = torch.ones((), dtype=sum_dtype(x.dtype), device=x.device)
     dx, *dweights = vjp(loss, [x, *weights], [one])
     return losses[0].detach(), dx, dweights
 

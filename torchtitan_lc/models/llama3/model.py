@@ -14,9 +14,8 @@ Letters: B rows, T tokens of this rank, M dim, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -25,15 +24,12 @@ from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import Math
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.distributed.init import normal_
+from torchtitan_lc.memory.checkpointing import checkpoint_block
 from torchtitan_lc.models.llama3.args import Llama3Args
 from torchtitan_lc.models.llama3.functions import Functions
 from torchtitan_lc.ops.loss import tiled_loss
 from torchtitan_lc.ops.recompute import output_is_unused
 from torchtitan_lc.ops.tiled import tiled
-
-
-def run_plainly(fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    return fn(*inputs)
 
 
 @dataclass
@@ -97,7 +93,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
         super().__init__()
         self.functions, self.execution = functions, execution
-        self.checkpoint: Callable[..., Tensor] = run_plainly
+        self.checkpoint = checkpoint_block("none")
         self.attention_norm = nn.RMSNorm(args.dim)
         self.attention = Attention(args, functions)
         self.ffn_norm = nn.RMSNorm(args.dim)
