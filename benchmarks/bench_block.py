@@ -34,8 +34,8 @@ from torchtitan_lc.attention.kernels import choose_kernel
 from torchtitan_lc.attention.strategies import make_strategy
 from torchtitan_lc.config.token_count import parse_token_count
 from torchtitan_lc.memory.checkpointing import checkpoint_block
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.llama3 import FLAVORS
-from torchtitan_lc.models.llama3.model import Llama3Model
 from torchtitan_lc.tools.hardware import device_type
 
 
@@ -96,7 +96,7 @@ def run_case(setting: Setting, strategy: str, mode: Any, device: torch.device) -
             setting.kernel, device_type=device.type, dtype=setting.dtype, head_dim=args.head_dim
         ).kernel
     with device:
-        model = Llama3Model(args).to(setting.dtype)
+        model = Decoder(args).to(setting.dtype)
     model.init_weights(0)
     model.execution.strategy = make_strategy(
         name,

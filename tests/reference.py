@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lc.models.llama3.args import Llama3Args
+from torchtitan_lc.models.decoder.args import DecoderArgs
 
 
 def reference_logits(
-    weights: dict[str, Tensor], args: Llama3Args, tokens: Tensor, positions: Tensor
+    weights: dict[str, Tensor], args: DecoderArgs, tokens: Tensor, positions: Tensor
 ) -> Tensor:
     """weights: the model's parameters by name (whole). tokens, positions [B, S]. -> [B, S, V]."""
     h = weights["tok_embeddings.weight"][tokens]
@@ -36,7 +36,7 @@ def reference_logits(
 
 
 def reference_loss(
-    weights: dict[str, Tensor], args: Llama3Args, batch: dict[str, Tensor]
+    weights: dict[str, Tensor], args: DecoderArgs, batch: dict[str, Tensor]
 ) -> Tensor:
     """Mean cross entropy over the live labels of ``batch``."""
     logits = reference_logits(weights, args, batch["tokens"], batch["positions"])
@@ -44,7 +44,7 @@ def reference_loss(
 
 
 def reference_step(
-    model: nn.Module, args: Llama3Args, batch: dict[str, Tensor]
+    model: nn.Module, args: DecoderArgs, batch: dict[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients by parameter name of a plain (unsharded) model on whole rows, in fp64: what
     differs from it is the other side's rounding alone."""
@@ -58,7 +58,7 @@ def _norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * scale
 
 
-def _attention(x: Tensor, positions: Tensor, args: Llama3Args, w: dict[str, Tensor]) -> Tensor:
+def _attention(x: Tensor, positions: Tensor, args: DecoderArgs, w: dict[str, Tensor]) -> Tensor:
     B, S, _ = x.shape
     D = args.head_dim
     q = (x @ w["attention.wq.weight"].T).view(B, S, args.n_heads, D)
@@ -77,7 +77,7 @@ def _attention(x: Tensor, positions: Tensor, args: Llama3Args, w: dict[str, Tens
     return torch.cat(heads, dim=-1) @ w["attention.wo.weight"].T
 
 
-def _rotate(x: Tensor, positions: Tensor, args: Llama3Args) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor, args: DecoderArgs) -> Tensor:
     """Rotation as multiplication of complex numbers (first half real, second half imaginary)."""
     D = args.head_dim
     freq = args.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.models import llama3
-from torchtitan_lc.models.llama3.args import Llama3Args
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.model import Decoder
+from torchtitan_lc.models.decoder.parallelize import parallelize
 from torchtitan_lc.models.spec import ModelSpec, register_model
 from torchtitan_lc.ops.loss import IGNORE_INDEX
 
-_TINY = Llama3Args(dim=64, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=96, vocab_size=262)
+_TINY = DecoderArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=96, vocab_size=262)
 FLAVORS = {
     "mha": _TINY,
     "gqa": dataclasses.replace(_TINY, n_kv_heads=4),
@@ -29,9 +31,7 @@ FLAVORS = {
 
 def register_tiny() -> None:
     """Register the model "tiny" in this process (each worker process does it once)."""
-    register_model(
-        ModelSpec("tiny", FLAVORS, llama3.Llama3Model, llama3.parallelize, llama3.adjust)
-    )
+    register_model(ModelSpec("tiny", FLAVORS, Decoder, parallelize, llama3.adjust))
 
 
 def tiny_config(settings: dict[str, Any] | None = None) -> JobConfig:

@@ -23,7 +23,7 @@ from torchtitan_lc.attention.staged import StagedStrategy
 from torchtitan_lc.attention.strategies import make_strategy
 from torchtitan_lc.components.data import build_loader
 from torchtitan_lc.components.tokenizer import ByteTokenizer
-from torchtitan_lc.models.llama3 import Llama3Model
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.ops.loss import IGNORE_INDEX
 from torchtitan_lc.trainer import Trainer
 
@@ -85,7 +85,7 @@ def _padded(rank: int, world_size: int, seq_len: int, tmp: str) -> None:
         rows = loader.next_batch(lanes)
         loader.close()
         assert rows["labels"].shape == (rows_per_step, seq_len)
-        model = Llama3Model(args)
+        model = Decoder(args)
         model.init_weights(seed=0)
         loss, grads = reference_step(model, args, rows)
         got = one_step(settings, None, "cpu")
@@ -127,7 +127,7 @@ def _strategies(rank: int, world_size: int) -> list[StagedStrategy]:
 
 
 def _run(
-    model: Llama3Model, tokens: Tensor, positions: Tensor, rank: int, layout: Layout
+    model: Decoder, tokens: Tensor, positions: Tensor, rank: int, layout: Layout
 ) -> dict[str, Tensor]:
     """The output of every block and the logits, whole rows in row order; collective if spread."""
     found: dict[str, Tensor] = {}
@@ -146,8 +146,8 @@ def _run(
     return found
 
 
-def _model(flavor: str = "gqa") -> Llama3Model:
-    model = Llama3Model(FLAVORS[flavor])
+def _model(flavor: str = "gqa") -> Decoder:
+    model = Decoder(FLAVORS[flavor])
     model.init_weights(seed=0)
     return model
 

@@ -19,7 +19,7 @@ from tests.tiny import FLAVORS, FixedRows, gradients, masked_rows, register_tiny
 from torchtitan_lc.distributed.fsdp import sum_gradients
 from torchtitan_lc.distributed.parallel_dims import ParallelDims
 from torchtitan_lc.distributed.reduce import clip_gradients, global_grad_norm, sum_over_ranks
-from torchtitan_lc.models.llama3 import Llama3Model
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.ops.loss import IGNORE_INDEX
 from torchtitan_lc.trainer import Trainer
 
@@ -156,7 +156,7 @@ def _masked(rank: int, world_size: int, tmp: str) -> None:
     rows["labels"][0] = IGNORE_INDEX  # and the first micro-batch has none at all
     trainer = _trainer(settings, rows)
     grads = _grads(trainer)
-    model = Llama3Model(FLAVORS["gqa"])
+    model = Decoder(FLAVORS["gqa"])
     model.init_weights(seed=0)
     loss, want = reference_step(model, FLAVORS["gqa"], rows)
     with trainer.metrics(start=0) as metrics:  # the weights are still the initial ones
@@ -193,7 +193,7 @@ def _same_start(rank: int, world_size: int, replicas: int, tmp: str) -> None:
     }
     torch.manual_seed(rank)  # a rank's own generator must not matter
     trainer = _trainer(settings, masked_rows(world_size, 64))
-    direct = Llama3Model(FLAVORS["six"])
+    direct = Decoder(FLAVORS["six"])
     direct.init_weights(seed=0)
     for name, want in direct.named_parameters():
         got = dict(trainer.module.named_parameters())[name]

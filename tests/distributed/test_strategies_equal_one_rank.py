@@ -29,8 +29,8 @@ from torchtitan_lc.attention.kernels import CpuFlash, Math
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.attention.strategies import make_strategy
-from torchtitan_lc.models.llama3.args import Llama3Args
-from torchtitan_lc.models.llama3.functions import Functions
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.functions import Functions
 
 WIDTH, HEAD_DIM = 24, 8
 HEADS = [(8, 8), (8, 2), (6, 2), (7, 1), (9, 3), (14, 2)]
@@ -51,7 +51,7 @@ class Case:
     causal: bool
 
     def projections(self, weights: list[Tensor]) -> Projections:
-        args = Llama3Args(self.n_heads * HEAD_DIM, 1, self.n_heads, self.n_kv_heads, 8, 8)
+        args = DecoderArgs(self.n_heads * HEAD_DIM, 1, self.n_heads, self.n_kv_heads, 8, 8)
         f = Functions(args)
         norm, wq, wk, wv, wo = weights
         return Projections(

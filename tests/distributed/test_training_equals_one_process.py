@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.helpers import run_distributed
 from tests.reference import reference_step
 from tests.tiny import FLAVORS, FixedRows, masked_rows, register_tiny, tiny_config
-from torchtitan_lc.models.llama3 import Llama3Model
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.trainer import Trainer
 
 ROWS, SEQ = 4, 64
@@ -66,7 +66,7 @@ def one_step(
 def check(settings: dict[str, Any], rows: dict[str, Tensor], device: str = "cpu") -> None:
     """Compare a step under ``settings`` with the reference on the same rows and initial weights."""
     args = FLAVORS[settings.get("model.flavor", "gqa")]
-    model = Llama3Model(args)
+    model = Decoder(args)
     model.init_weights(seed=0)
     loss, grads = reference_step(model, args, rows)
     got = one_step(settings, rows, device)

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from torchtitan_lc.attention.comm import HeadExchange
-from torchtitan_lc.models.llama3.args import Llama3Args
-from torchtitan_lc.models.llama3.functions import Functions
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.functions import Functions
 from torchtitan_lc.ops.loss import tiled_loss
 from torchtitan_lc.ops.tiled import tiled
 
 pytestmark = pytest.mark.gpu
 
 WIDTH = 4096
-ARGS = Llama3Args(WIDTH, 1, 32, 8, 256, 512)
+ARGS = DecoderArgs(WIDTH, 1, 32, 8, 256, 512)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import choose_kernel
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.attention.strategies import make_strategy
-from torchtitan_lc.models.llama3.args import Llama3Args
-from torchtitan_lc.models.llama3.model import Attention, Functions
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.model import Attention, Functions
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_loss_and_every_gradient_equal_one_process_in_fp32(tmp_path: Any) -> Non
 
 def _kernels(rank: int, world_size: int) -> list[str]:
     """Llama 3 8B's attention on 8K tokens in bf16 with the machine's own kernel."""
-    args = Llama3Args(4096, 1, 32, 8, 64, 64)
+    args = DecoderArgs(4096, 1, 32, 8, 64, 64)
     functions = Functions(args)
     device = torch.device("cuda", rank)
     attention = Attention(args, functions).to(device)

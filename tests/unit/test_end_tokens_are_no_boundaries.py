@@ -10,7 +10,7 @@ from tests.unit.components.test_data import Documents as Texts
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.components.data import RowLoader
 from torchtitan_lc.components.tokenizer import ByteTokenizer, TokenArray
-from torchtitan_lc.models.llama3 import Llama3Model
+from torchtitan_lc.models.decoder.model import Decoder
 
 
 class EndsInside(ByteTokenizer):
@@ -38,7 +38,7 @@ def test_a_changed_token_reaches_to_the_end_of_its_document_and_no_further(
     loader = RowLoader(Texts(texts), tokenizer, seq_len, [0], 1)
     batch = loader.next_batch([0])
     loader.close()
-    model = Llama3Model(FLAVORS["gqa"])
+    model = Decoder(FLAVORS["gqa"])
     model.init_weights(seed=0)
     documents = Documents.from_positions(batch["positions"])
 

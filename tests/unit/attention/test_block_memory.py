@@ -28,12 +28,12 @@ def _measure(strategy_name: str, heads_per_stage: int, mode: Any, hold: bool, re
     from torchtitan_lc.attention.base import Peers
     from torchtitan_lc.attention.strategies import make_strategy
     from torchtitan_lc.memory.checkpointing import checkpoint_block
-    from torchtitan_lc.models.llama3.args import Llama3Args
-    from torchtitan_lc.models.llama3.model import Llama3Model
+    from torchtitan_lc.models.decoder.args import DecoderArgs
+    from torchtitan_lc.models.decoder.model import Decoder
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    model = Llama3Model(Llama3Args(WIDTH, 1, 32, 8, 448, 64))
+    model = Decoder(DecoderArgs(WIDTH, 1, 32, 8, 448, 64))
     model.init_weights(0)
     for parameter in model.parameters():
         # Weight gradients weigh nothing beside rows of a real length; here they would.

@@ -11,15 +11,15 @@ from torchtitan_lc.attention.kernels import CpuFlash, Math
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.attention.staged import StagedStrategy
 from torchtitan_lc.attention.upipe import UPipe
-from torchtitan_lc.models.llama3.args import Llama3Args
-from torchtitan_lc.models.llama3.model import Llama3Model
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.model import Decoder
 
-ARGS = Llama3Args(256, 1, 16, 4, 64, 64, init_std=0.06)
+ARGS = DecoderArgs(256, 1, 16, 4, 64, 64, init_std=0.06)
 
 
 def _attention(strategy: StagedStrategy, dtype: torch.dtype) -> list[Tensor]:
     """What attention adds to the hidden state, its gradient without the residual's, the weights'."""
-    model = Llama3Model(ARGS)
+    model = Decoder(ARGS)
     model.init_weights(0)
     block = model.to(torch.bfloat16).to(dtype).blocks[0]
     generator = torch.Generator().manual_seed(1)

@@ -14,7 +14,7 @@ from torchtitan_lc.attention.base import ALONE
 from torchtitan_lc.attention.kernels import CpuFlash
 from torchtitan_lc.attention.upipe import UPipe
 from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block, layer_modes
-from torchtitan_lc.models.llama3 import Llama3Model
+from torchtitan_lc.models.decoder.model import Decoder
 
 
 class CountingKernel(CpuFlash):
@@ -32,7 +32,7 @@ class CountingKernel(CpuFlash):
         return super().backward(*args, **kwargs)
 
 
-def _keep(model: Llama3Model, mode: Mode, selective_layers: int = -1) -> None:
+def _keep(model: Decoder, mode: Mode, selective_layers: int = -1) -> None:
     modes = layer_modes(mode, selective_layers, len(model.layers))
     for block, its_mode in zip(model.blocks, modes, strict=True):
         block.checkpoint = checkpoint_block(its_mode)
@@ -41,7 +41,7 @@ def _keep(model: Llama3Model, mode: Mode, selective_layers: int = -1) -> None:
 def _run(
     heads: int, mode: Mode, selective_layers: int = -1
 ) -> tuple[CountingKernel, float, dict[str, Tensor]]:
-    model = Llama3Model(FLAVORS["gqa"])
+    model = Decoder(FLAVORS["gqa"])
     model.init_weights(seed=0)
     kernel = CountingKernel()
     execution = model.execution
@@ -68,7 +68,7 @@ def test_selective_runs_the_attention_forward_once_and_full_twice(
 @pytest.mark.parametrize("heads", [1, 3, 8])
 def test_any_number_of_heads_per_stage_equals_the_reference(heads: int) -> None:
     args = FLAVORS["gqa"]
-    model = Llama3Model(args)
+    model = Decoder(args)
     model.init_weights(seed=0)
     want_loss, want = reference_step(model, args, masked_rows(2, 64))
     _, loss, grads = _run(heads, "selective")
@@ -86,7 +86,7 @@ def test_checkpointing_changes_no_bit(mode: Mode) -> None:
 
 
 def test_a_second_backward_through_selective_is_refused_not_wrong() -> None:
-    model = Llama3Model(FLAVORS["mha"])
+    model = Decoder(FLAVORS["mha"])
     model.init_weights(seed=0)
     _keep(model, "selective")
     rows = masked_rows(1, 64)
@@ -98,7 +98,7 @@ def test_a_second_backward_through_selective_is_refused_not_wrong() -> None:
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_other_modes_allow_a_second_backward(mode: Mode) -> None:
-    model = Llama3Model(FLAVORS["mha"])
+    model = Decoder(FLAVORS["mha"])
     model.init_weights(seed=0)
     _keep(model, mode)
     rows = masked_rows(1, 64)
@@ -121,7 +121,7 @@ def test_only_the_last_layers_keep_attention_when_a_number_is_named(selective_la
 
 def test_holding_the_normed_input_changes_no_bit() -> None:
     def gradients(hold: bool) -> list[Tensor]:
-        model = Llama3Model(FLAVORS["gqa"])
+        model = Decoder(FLAVORS["gqa"])
         model.init_weights(seed=0)
         model.execution.strategy = UPipe(
             CpuFlash(),

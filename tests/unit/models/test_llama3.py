@@ -17,7 +17,8 @@ from tests.tiny import masked_rows
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.models import spec as registry
-from torchtitan_lc.models.llama3 import FLAVORS, Llama3Model, adjust
+from torchtitan_lc.models.decoder.model import Decoder
+from torchtitan_lc.models.llama3 import FLAVORS, adjust
 from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, register_model
 from torchtitan_lc.ops.rope import Llama3Scaling
 from torchtitan_lc.tools.errors import UserError
@@ -37,7 +38,7 @@ def test_published_shapes_have_the_published_number_of_parameters(flavor: str) -
     args = FLAVORS[flavor]
     assert args.n_params() == PUBLISHED[flavor]
     with torch.device("meta"):
-        model = Llama3Model(args)
+        model = Decoder(args)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[flavor]
 
 
@@ -50,7 +51,7 @@ def test_the_debug_model_is_small_and_grouped() -> None:
 @pytest.mark.parametrize("flavor", ["mha", "gqa", "one_kv", "seven", "tied"])
 def test_logits_are_those_of_the_plain_model(flavor: str) -> None:
     args = TINY[flavor]
-    model = Llama3Model(args).double()
+    model = Decoder(args).double()
     model.init_weights(seed=1)
     rows = masked_rows(2, 64)
     want = reference_logits(dict(model.named_parameters()), args, rows["tokens"], rows["positions"])
@@ -60,20 +61,20 @@ def test_logits_are_those_of_the_plain_model(flavor: str) -> None:
 
 def test_positions_are_never_made_up() -> None:
     with pytest.raises(TypeError, match="positions"):
-        Llama3Model(TINY["gqa"])(torch.zeros(1, 4, dtype=torch.long))
+        Decoder(TINY["gqa"])(torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="begin with position 0"):
         Documents.from_positions(torch.arange(32, 64).view(1, -1))
 
 
 def test_a_tied_model_has_one_table_with_the_gradient_of_both_uses() -> None:
-    model = Llama3Model(TINY["tied"])
+    model = Decoder(TINY["tied"])
     names = [n for n, p in model.named_parameters() if p.shape[0] == TINY["tied"].vocab_size]
     assert names == ["tok_embeddings.weight"]
-    assert len(list(Llama3Model(TINY["gqa"]).parameters())) == len(list(model.parameters())) + 1
+    assert len(list(Decoder(TINY["gqa"]).parameters())) == len(list(model.parameters())) + 1
 
 
 def test_an_untied_head_uses_its_own_table() -> None:
-    model = Llama3Model(TINY["gqa"])
+    model = Decoder(TINY["gqa"])
     model.init_weights(seed=0)
     rows = masked_rows(1, 64)
     before = model(rows["tokens"], rows["positions"])
@@ -85,7 +86,7 @@ def test_an_untied_head_uses_its_own_table() -> None:
 
 def test_initial_weights_depend_on_the_seed_alone_and_are_normal_within_three_sigma() -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
-        model = Llama3Model(TINY["gqa"])
+        model = Decoder(TINY["gqa"])
         model.init_weights(seed)
         return {n: p.detach() for n, p in model.named_parameters()}
 
@@ -114,13 +115,13 @@ def test_nothing_is_left_as_raw_memory_after_building_on_the_meta_device(
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     with torch.device("meta"):
-        model = Llama3Model(TINY["gqa"])
+        model = Decoder(TINY["gqa"])
     monkeypatch.setattr(torch, "empty_like", poisoned)
     model.to_empty(device="cpu")
     monkeypatch.undo()
     assert all(p.isnan().all() for p in model.parameters()), "the poison must reach the weights"
     model.init_weights(seed=0)
-    direct = Llama3Model(TINY["gqa"])
+    direct = Decoder(TINY["gqa"])
     direct.init_weights(seed=0)
     for (name, got), (_, want) in zip(
         model.state_dict().items(), direct.state_dict().items(), strict=True
@@ -181,7 +182,7 @@ def test_args_that_cannot_be_made_small_for_the_self_check_are_refused_with_the_
     class Plain:
         n_layers = 8
 
-    spec = ModelSpec("plain", {}, Llama3Model, lambda *args: None)
+    spec = ModelSpec("plain", {}, Decoder, lambda *args: None)
     with pytest.raises(UserError, match="Plain smaller, which is no dataclass.*shrink"):
         spec.shrink(Plain())
 

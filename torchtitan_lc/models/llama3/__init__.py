@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from torchtitan_lc.config.job_config import JobConfig
-from torchtitan_lc.models.llama3.args import Llama3Args
-from torchtitan_lc.models.llama3.model import Llama3Model
-from torchtitan_lc.models.llama3.parallelize import parallelize
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.model import Decoder
+from torchtitan_lc.models.decoder.parallelize import parallelize
 from torchtitan_lc.models.spec import ModelSpec, register_model
 from torchtitan_lc.ops.rope import Llama3Scaling
 from torchtitan_lc.tools.errors import UserError
@@ -15,10 +15,10 @@ from torchtitan_lc.tools.errors import UserError
 # Shapes and rope settings as in the config.json that each checkpoint is published with:
 # Llama 3.1 (8B, 70B, 405B) and Llama 3.2 (1B, 3B).
 FLAVORS = {
-    "debugmodel": Llama3Args(
+    "debugmodel": DecoderArgs(
         dim=192, n_layers=3, n_heads=8, n_kv_heads=4, hidden_dim=448, vocab_size=264
     ),
-    "1B": Llama3Args(
+    "1B": DecoderArgs(
         dim=2048,
         n_layers=16,
         n_heads=32,
@@ -28,7 +28,7 @@ FLAVORS = {
         rope_scaling=Llama3Scaling(factor=32.0),
         tie_embeddings=True,
     ),
-    "3B": Llama3Args(
+    "3B": DecoderArgs(
         dim=3072,
         n_layers=28,
         n_heads=24,
@@ -38,7 +38,7 @@ FLAVORS = {
         rope_scaling=Llama3Scaling(factor=32.0),
         tie_embeddings=True,
     ),
-    "8B": Llama3Args(
+    "8B": DecoderArgs(
         dim=4096,
         n_layers=32,
         n_heads=32,
@@ -47,7 +47,7 @@ FLAVORS = {
         vocab_size=128_256,
         rope_scaling=Llama3Scaling(),
     ),
-    "70B": Llama3Args(
+    "70B": DecoderArgs(
         dim=8192,
         n_layers=80,
         n_heads=64,
@@ -56,7 +56,7 @@ FLAVORS = {
         vocab_size=128_256,
         rope_scaling=Llama3Scaling(),
     ),
-    "405B": Llama3Args(
+    "405B": DecoderArgs(
         dim=16_384,
         n_layers=126,
         n_heads=128,
@@ -68,7 +68,7 @@ FLAVORS = {
 }
 
 
-def adjust(args: Llama3Args, config: JobConfig) -> Llama3Args:
+def adjust(args: DecoderArgs, config: JobConfig) -> DecoderArgs:
     """Take over [model.rope]; what it leaves unset stays as the flavor has it."""
     rope = config.model.rope
     scaling = args.rope_scaling
@@ -99,7 +99,7 @@ register_model(
     ModelSpec(
         name="llama3",
         flavors=FLAVORS,
-        build=Llama3Model,
+        build=Decoder,
         parallelize=parallelize,
         adjust=adjust,
     )

@@ -1,4 +1,4 @@
-"""The arithmetic of a Llama 3 layer as pure functions of (activations, weights).
+"""The arithmetic of a layer as pure functions of (activations, weights).
 
 All layers share one `Functions`, so that compiling it compiles the model once. Shapes: rows of tokens
 [B, t, ...], where t is whatever tile the caller works on, and weights as torch.nn.Linear keeps them,
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lc.models.llama3.args import Llama3Args
+from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.ops.loss import cross_entropy_sum
 from torchtitan_lc.ops.mlp import swiglu
 from torchtitan_lc.ops.norm import rms_norm
@@ -19,7 +19,7 @@ from torchtitan_lc.ops.rope import Rope
 
 
 class Functions:
-    def __init__(self, args: Llama3Args) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         self.eps, self.head_dim = args.norm_eps, args.head_dim
         self.rope = Rope(args.head_dim, args.rope_theta, args.rope_scaling)
 

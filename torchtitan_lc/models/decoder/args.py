@@ -1,4 +1,4 @@
-"""The shape of a Llama 3 model."""
+"""The shape of a decoder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torchtitan_lc.ops.rope import Llama3Scaling
 
 
 @dataclass(frozen=True)
-class Llama3Args:
+class DecoderArgs:
     """Names follow TorchTitan, the meaning Hugging Face's config.json.
 
     dim: model width M. hidden_dim: MLP width F. n_kv_heads: KV heads K, a divisor of n_heads.
     tie_embeddings: the output projection is the embedding table. init_std: standard deviation of the
-    initial weights (see Llama3Model.init_weights for the exceptions).
+    initial weights (see Decoder.init_weights for the exceptions).
     """
 
     dim: int

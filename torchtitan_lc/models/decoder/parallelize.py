@@ -1,4 +1,4 @@
-"""Spread a Llama 3 model over ranks and memory: the only place where its config becomes arguments.
+"""Spread a decoder over ranks and memory: the only place where its config becomes arguments.
 
 The order matters:
 1. strategy and tiles   decide which functions run, so everything after wraps those;
@@ -18,12 +18,12 @@ from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.distributed.fsdp import shard_units
 from torchtitan_lc.distributed.parallel_dims import Meshes
 from torchtitan_lc.memory.checkpointing import checkpoint_block, layer_modes
-from torchtitan_lc.models.llama3.model import Llama3Model
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.tools.dtypes import torch_dtype
 
 
 def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes: Meshes) -> None:
-    assert isinstance(model, Llama3Model)
+    assert isinstance(model, Decoder)
     execution = model.execution
     execution.strategy = strategy
     execution.mlp_tokens = config.tiling.mlp_tokens

@@ -25,8 +25,8 @@ from torchtitan_lc.attention.kernels import Math
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.distributed.init import normal_
 from torchtitan_lc.memory.checkpointing import checkpoint_block
-from torchtitan_lc.models.llama3.args import Llama3Args
-from torchtitan_lc.models.llama3.functions import Functions
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.functions import Functions
 from torchtitan_lc.ops.loss import tiled_loss
 from torchtitan_lc.ops.recompute import output_is_unused
 from torchtitan_lc.ops.tiled import tiled
@@ -48,7 +48,7 @@ class Execution:
 class Attention(nn.Module):
     """Grouped-query attention: its weights, and their description for a strategy."""
 
-    def __init__(self, args: Llama3Args, functions: Functions) -> None:
+    def __init__(self, args: DecoderArgs, functions: Functions) -> None:
         super().__init__()
         self.args, self.functions = args, functions
         q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Weights of the gated MLP: w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, args: Llama3Args) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
         self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
@@ -90,7 +90,7 @@ class TransformerBlock(nn.Module):
     checkpoint runs the two halves and decides what is kept of this block for backward.
     """
 
-    def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
+    def __init__(self, args: DecoderArgs, functions: Functions, execution: Execution) -> None:
         super().__init__()
         self.functions, self.execution = functions, execution
         self.checkpoint = checkpoint_block("none")
@@ -125,7 +125,7 @@ class Head(nn.Module):
     a model is built on the meta device, and one parameter collects both gradients.
     """
 
-    def __init__(self, args: Llama3Args, functions: Functions, execution: Execution) -> None:
+    def __init__(self, args: DecoderArgs, functions: Functions, execution: Execution) -> None:
         super().__init__()
         self.functions, self.execution = functions, execution
         self.norm = nn.RMSNorm(args.dim)
@@ -149,7 +149,7 @@ class Head(nn.Module):
         )
 
 
-class Llama3Model(nn.Module):
+class Decoder(nn.Module):
     """tokens, positions, labels [B, T] int64 of this rank -> summed loss over its live labels.
 
     positions count from the start of the token's document (of the whole row, when it is one),
@@ -159,7 +159,7 @@ class Llama3Model(nn.Module):
 
     functions_class = Functions
 
-    def __init__(self, args: Llama3Args) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
         self.args = args
         self.functions = self.functions_class(args)
