@@ -19,9 +19,12 @@ import torch
 from torchtitan_lc.attention.base import AttentionShape, Peers
 from torchtitan_lc.attention.kernels import KernelChoice, Math, choose_kernel
 from torchtitan_lc.attention.strategies import best_ulysses_degree, make_strategy
+from torchtitan_lc.components import hf_folder
 from torchtitan_lc.components.checkpoint_folders import choose_start
 from torchtitan_lc.components.checkpoint_reading import misfit
 from torchtitan_lc.components.data import check_dataset
+from torchtitan_lc.components.hf_export import hugging_face_form
+from torchtitan_lc.components.hf_folder import HuggingFaceForm
 from torchtitan_lc.components.metric_writers import missing_packages
 from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lc.config.job_config import JobConfig
@@ -29,7 +32,14 @@ from torchtitan_lc.config.no_effect import warn
 from torchtitan_lc.config.resolve import resolve_strategy
 from torchtitan_lc.config.validate import check
 from torchtitan_lc.memory.checkpointing import layer_modes
-from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, identity, import_custom
+from torchtitan_lc.models.spec import (
+    ModelSpec,
+    flavor_args,
+    get_args,
+    get_model,
+    identity,
+    import_custom,
+)
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
@@ -59,6 +69,33 @@ def job_kernel(config: JobConfig, args: Any, device_type: str) -> KernelChoice:
         head_dim=args.head_dim,
         packed=config.training.isolate_documents,
     )
+
+
+def job_hf(config: JobConfig, model: JobModel) -> HuggingFaceForm | None:
+    """The model's form at Hugging Face, None if it has none. Raises UserError when the config asks to
+    load or to export one that does not exist."""
+    if model.spec.hf is not None:
+        return hugging_face_form(model.spec.hf, model.args, config)
+    checkpoint = config.checkpoint
+    asked = {
+        "initial_load_in_hf": checkpoint.initial_load_in_hf,
+        "last_save_in_hf": checkpoint.last_save_in_hf,
+        "hf_interval": checkpoint.hf_interval,
+    }
+    for key, value in asked.items():
+        if value:
+            raise UserError(
+                f"checkpoint.{key} = {value}: the model {model.spec.name!r} does not say how Hugging "
+                "Face writes it down; give its ModelSpec an `hf`, or leave the key out"
+            )
+    return None
+
+
+def parameter_shapes(model: JobModel) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, by our name; nothing is allocated."""
+    with torch.device("meta"):
+        module = model.spec.build(model.args)
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def compute_dtype(config: JobConfig) -> torch.dtype:
@@ -99,11 +136,14 @@ def check_job(
     quiet: bool = False,
 ) -> None:
     """Raise UserError with every problem of the job, each once; log a warning for every key that has
-    no effect here, unless ``quiet``."""
+    no effect here and for what the model says of it, unless ``quiet``."""
     problems = check(config, world_size) + _checkable(config, device_type, ranks_per_node)
     if problems:
         raise UserError("\n".join(problems))
-    for message in () if quiet else warn(config):
+    if quiet:
+        return
+    spec = get_model(config.model.name)
+    for message in warn(config) + spec.warnings(flavor_args(spec, config), config):
         logger.warning(message)
 
 
@@ -126,16 +166,26 @@ def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) 
         collect(lambda: job_kernel(config, model.args, device_type))
         collect(lambda: _check_strategy(config, model.args, ranks_per_node))
         ac = config.activation_checkpoint
-        collect(lambda: layer_modes(ac.mode, ac.selective_layers, model.args.n_layers))
+        if ac.selective_layers != "auto":
+            selective = ac.selective_layers
+            collect(lambda: layer_modes(ac.mode, selective, model.args.n_layers))
         if tokenizer is not None:
             collect(lambda: _check_vocabulary(tokenizer, model))
     collect(lambda: check_dataset(config.training))
     collect(lambda: _check_dump_folder(config.job.dump_folder))
     problems += missing_packages(config.metrics)
-    start = collect(lambda: choose_start(config.checkpoint, config.job.dump_folder))
-    if start is not None and start.path is not None and model is not None:
-        path = start.path
-        collect(lambda: _check_fits(config, model, path))
+    start = collect(
+        lambda: choose_start(config.checkpoint, config.job.dump_folder, config.model.hf_assets_path)
+    )
+    if model is not None:
+        form = collect(lambda: job_hf(config, model))
+        if start is not None and start.path is not None:
+            if not start.in_hf:
+                path = start.path
+                collect(lambda: _check_fits(config, model, path))
+            elif form is not None:
+                path = start.path
+                collect(lambda: _check_fits_hf(config, model, form, path))
     return problems
 
 
@@ -164,11 +214,19 @@ def _check_fits(config: JobConfig, model: JobModel, path: Path) -> None:
     """UserError unless the checkpoint that would be loaded is one of this model."""
     if "model" in config.checkpoint.exclude_from_loading:
         return
-    with torch.device("meta"):
-        module = model.spec.build(model.args)
-    shapes = {f"model.{name}": tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {f"model.{name}": shape for name, shape in parameter_shapes(model).items()}
     name = identity(model.spec, config.model.flavor, model.args)
     problem = misfit(path, ["model"], shapes, name)
+    if problem:
+        raise UserError(problem)
+
+
+def _check_fits_hf(config: JobConfig, model: JobModel, form: HuggingFaceForm, path: Path) -> None:
+    """UserError unless the Hugging Face folder that would be loaded is one of this model."""
+    if "model" in config.checkpoint.exclude_from_loading:
+        return
+    shapes = {form.name(name): shape for name, shape in parameter_shapes(model).items()}
+    problem = hf_folder.misfit(path, shapes)
     if problem:
         raise UserError(problem)
 

@@ -108,5 +108,8 @@ class Strategy(Protocol):
         ranks; None where every row is one. Collective over the strategy's ranks, forward and backward.
         """
 
+    def kept_bytes(self, shape: AttentionShape, rows: int, tokens: int, itemsize: int) -> int:
+        """Bytes that one `attend` of ``rows`` x ``tokens`` of this rank keeps for backward, beside h."""
+
     def describe(self, shape: AttentionShape) -> str:
         """One line for the log: what is exchanged at each stage."""

@@ -96,7 +96,9 @@ class HFTokenizer:
     """A Hugging Face tokenizer.json; BOS and EOS from the JSON files beside it.
 
     They are looked up in tokenizer_config.json, special_tokens_map.json, config.json and
-    generation_config.json; the first file that names the role decides, also when it says null.
+    generation_config.json; the first file that names the role decides, also when it says null. A
+    model whose tokenizer_config.json has "add_bos_token": false was trained without BOS, so none is
+    added. EOS is added whatever it says: documents in a row have to end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,7 +113,8 @@ class HFTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # special tokens in the text stay text
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.bos_id = self._find_role(folder, "bos")
+        without_bos = _read_json(folder / "tokenizer_config.json").get("add_bos_token") is False
+        self.bos_id = None if without_bos else self._find_role(folder, "bos")
         self.eos_id = self._find_role(folder, "eos")
 
     def encode(self, text: str, add_bos: bool, add_eos: bool) -> TokenArray:

@@ -70,23 +70,42 @@ class Metrics:
 
 @dataclass
 class ModelRope:
-    """Overrides of the flavor's rotary embedding, for extending its context. A key left out keeps
-    the flavor's own value."""
+    """Overrides of the flavor's rotary embedding, for extending its context (docs/models.md). A key
+    left out keeps the flavor's own value. The whole setting is written into an exported config.json."""
 
     theta: float | None = None
     """Base of the rotation frequencies (rope_theta): larger turns slower and reaches further."""
-    type: Literal["default", "llama3"] | None = None
-    """How frequencies are scaled: `default` not at all; `llama3` slows the low ones by `factor`."""
+    type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3"] | None = None
+    """How frequencies are scaled: `default` not at all; `linear` all alike by `factor`; `ntk` as a
+    theta that slows the slowest pair by `factor`; `dynamic` transformers' variant of it, for
+    training.seq_len; `yarn` those that turn less than once in the original context, with steeper
+    scores; `llama3` much the same with scores as they are. A type other than the flavor's replaces the flavor's scaling."""
     factor: float | None = None
-    """llama3 scaling: how many times slower the low frequencies turn, at least 1."""
-    low_freq_factor: float | None = None
-    """llama3 scaling: wavelengths above original_max_position_embeddings / this are slowed by the
-    whole factor."""
-    high_freq_factor: float | None = None
-    """llama3 scaling: wavelengths below original_max_position_embeddings / this are left alone; in
-    between, the two are blended. Must exceed low_freq_factor."""
+    """How many times further than original_max_position_embeddings the model is to reach, at least
+    1. Needed by linear, ntk, dynamic and yarn; llama3 has 8."""
     original_max_position_embeddings: int | None = None
-    """llama3 scaling: the context, in tokens, for which the model was first trained."""
+    """The context, in tokens, for which the model was first trained. Left out: the flavor's own."""
+    low_freq_factor: float | None = None
+    """llama3 only: wavelengths above original_max_position_embeddings / this are slowed by the whole
+    factor."""
+    high_freq_factor: float | None = None
+    """llama3 only: wavelengths below original_max_position_embeddings / this are left alone; in
+    between, the two are blended. Must exceed low_freq_factor."""
+    beta_fast: float | None = None
+    """yarn only: pairs that turn more often than this in the original context are left alone (32)."""
+    beta_slow: float | None = None
+    """yarn only: pairs that turn less often than this are slowed by the whole factor (1); in between,
+    the two are blended."""
+    truncate: bool | None = None
+    """yarn only: whether the blended range is rounded outwards to whole pairs (true)."""
+    attention_factor: float | None = None
+    """yarn only: multiplies cos and sin, so scores by its square. Left out: 0.1 ln(factor) + 1, or
+    what mscale and mscale_all_dim give."""
+    mscale: float | None = None
+    """yarn only, with mscale_all_dim: the attention factor is then
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    mscale_all_dim: float | None = None
+    """yarn only: see mscale."""
 
 
 @dataclass
@@ -96,9 +115,11 @@ class Model:
     name: str = "llama3"
     """A registered model. `experimental.custom_import` can register more."""
     flavor: str = "debugmodel"
-    """A size that the model offers, e.g. debugmodel, 8B, 70B."""
+    """A size that the model offers, e.g. debugmodel, 8B, 70B (docs/models.md); `from_hf` reads it
+    from config.json in hf_assets_path."""
     hf_assets_path: str = ""
-    """Folder with the tokenizer files (tokenizer.json, or a tiktoken *.model)."""
+    """Folder of a Hugging Face model: its tokenizer files (tokenizer.json, or a tiktoken *.model),
+    its config.json for flavor `from_hf`, its weights for checkpoint.initial_load_in_hf."""
     tokenizer: Literal["auto", "byte", "hf", "tiktoken"] = "auto"
     """`auto` looks in hf_assets_path: tokenizer.json gives `hf`, *.model gives `tiktoken`; without
     hf_assets_path it is `byte`, which needs no files and makes a token of each byte."""
@@ -124,7 +145,13 @@ class Optimizer:
     """Share of a matrix taken off per unit of learning rate; norms and biases are spared."""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """`fused` is one kernel, fastest; `foreach` batches small ones and briefly holds temporaries as
-    large as the parameters; `for-loop` is slow and leanest. `auto`: fused on CUDA, else foreach."""
+    large as the parameters; `for-loop` is slow and leanest. `auto`: fused, but foreach for SGD."""
+    offload_state: bool = False
+    """Keep the moments of AdamW and Adam in pinned host memory; a step brings those of one parameter
+    after another to the GPU and back. Same numbers. Takes 2 values per parameter of a rank from GPU
+    to host memory. Costs their way over the bus, both directions at once (AdamW in fp32: 8 bytes per
+    parameter of a rank; 0.17 s per 1e9 parameters on an H200), and while a step runs up to 4 times
+    the largest parameter's shard on the GPU. No effect with training.enable_cpu_offload, and under SGD."""
 
 
 @dataclass
@@ -180,6 +207,13 @@ class Training:
     """Dtype in which FSDP gathers parameters, and so of all computing."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over ranks. bfloat16 halves the traffic and rounds."""
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory (FSDP2's offload policy);
+    the GPU holds what is gathered, and the CPU does the optimizer's step. For models whose shards
+    don't fit; costs a copy of the shards per gather, one of the gradients per micro-batch, and a
+    step at the speed of host memory. Host memory: 16 bytes per parameter of a rank with AdamW in
+    fp32, and as pinned tensors are rounded up to a power of two, up to 24. On a CPU it frees nothing.
+    For optimizer state alone, whose step stays on the GPU, see optimizer.offload_state."""
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector, which is otherwise off so that ranks do not
     stall one another at random moments."""
@@ -224,10 +258,15 @@ class Attention:
     heads_per_stage: int = 1
     """Query heads of a rank that one upipe stage works on. More heads: fewer exchanges, larger
     buffers; the last stage takes what is left. No effect under the other strategies."""
-    hold_normed_input: bool = False
+    hold_normed_input: bool | Literal["auto"] = "auto"
     """Keep the normalised input of attention from its first projection to its last, instead of making
     it again by tiles for each (stages + arrivals of KV heads times): one more hidden-state-sized
-    buffer in attention's forward and backward, fewer norms. Same numbers."""
+    buffer in attention's forward and backward, fewer norms. Same numbers. `auto`: where such a buffer
+    is at most a 64th of the device's memory."""
+    sum_kv_gradients: bool | Literal["auto"] = "auto"
+    """Sum the gradients of K and V over the upipe stages that share them before they go back, instead
+    of sending those of each stage: two more buffers of a stage's KV heads at the peak, fewer
+    exchanges. `auto`: as for hold_normed_input."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
     whole on one, and stop if loss or gradients differ. A few seconds; no effect when
@@ -242,10 +281,33 @@ class ActivationCheckpoint:
     """`full` keeps only block inputs and computes all again; `selective` keeps attention's output
     and log-sum-exp too, one more hidden-state-sized buffer per layer, and does not run attention
     twice (at long context about a fifth of the step); `none` keeps everything. Same numbers."""
-    selective_layers: int = -1
+    selective_layers: int | Literal["auto"] = "auto"
     """Under `selective`, how many layers keep attention's output; the others run as under `full`. Each
     costs one hidden-state-sized buffer and saves one run of its attention. It is the last layers
-    that keep: backward comes to them first. -1: all."""
+    that keep: backward comes to them first. `auto`: all, with activation_offload as many as its host
+    memory holds."""
+    block_inputs_every: int = 1
+    """Keep the input of every n-th block only, and make those between again from it: 1/n of the
+    memory for block inputs, for one more run of (n - 1)/n of the blocks, without their attention if
+    that is kept, and two more hidden-state-sized buffers at the peak. No effect under `none`."""
+
+
+@dataclass
+class ActivationOffload:
+    """What blocks keep for backward, in host memory, copied beside the computation. Same numbers."""
+
+    enable: bool = False
+    """Block inputs, but the last, and what attention keeps go to page-locked host memory, and come
+    back when backward comes to their block. Needs activation_checkpoint.mode `full` or `selective`."""
+    host_memory_gib: float | Literal["auto"] = "auto"
+    """Host memory that a rank may use for it, in GiB. What does not fit stays on the GPU (block
+    inputs, attention outputs of a number of selective_layers) or is computed again (attention outputs
+    under selective_layers `auto`). `auto`: 9 tenths of what node and cgroup have free, shared by
+    the node's ranks."""
+    early_fetch: bool | Literal["auto"] = "auto"
+    """Bring tensors back while the kernel before their use runs, not after it: hides all copies for
+    about two more hidden-state-sized buffers at the peak. `auto`: where such a buffer is at most a
+    64th of the device's memory."""
 
 
 @dataclass
@@ -283,14 +345,25 @@ class Checkpoint:
     interval: int = 500
     """Steps between saves. The last step is always saved."""
     initial_load_path: str | None = None
-    """A step folder to start from when the job's own folder holds no checkpoint; ignored, and said,
-    when it does."""
+    """A step folder, or with initial_load_in_hf a Hugging Face folder, to start from when the job's
+    own folder holds no checkpoint; ignored, and said, when it does."""
+    initial_load_in_hf: bool = False
+    """Start from a Hugging Face folder of safetensors: initial_load_path, or model.hf_assets_path if that
+    is not set. Each rank reads its part of each tensor. Missing, extra or mis-shaped tensors stop
+    the job before it starts."""
     initial_load_model_only: bool = True
     """From initial_load_path take the weights only; otherwise step, optimizer and data too."""
     last_save_model_only: bool = False
     """The last save holds weights only, and so cannot be continued from."""
+    last_save_in_hf: bool = False
+    """Beside the last step folder write a Hugging Face folder, <dump_folder>/hf/step-N: safetensors,
+    config.json, and the tokenizer files of model.hf_assets_path."""
+    hf_interval: int = 0
+    """Steps between such exports during training; 0: none. Training waits while weights are copied to
+    host memory in export_dtype (and for an earlier export that is not done); rank 0 gathers and
+    writes them in the background. None is ever deleted."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in the last save. Only with last_save_model_only."""
+    """Dtype of the weights in a last save with last_save_model_only, and in Hugging Face folders."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """`async` copies to host memory, then writes while training goes on. Costs that host memory."""
     keep_latest_k: int = 10
@@ -322,6 +395,61 @@ class Comm:
 
 
 @dataclass
+class PlanMachine:
+    """A machine of your own, or figures of yours in place of the table's: what is left out is as
+    plan.hardware has it. Under `plan.hardware = "custom"` all have to be given."""
+
+    memory_gib: float | None = None
+    """Memory of a GPU as torch reports it."""
+    host_memory_gib: float | None = None
+    """Memory of a node."""
+    peak_tflops: float | None = None
+    """Dense bf16 peak of a GPU, what MFU is measured against."""
+    matrix_tflops: float | None = None
+    """What a large bf16 matrix product reaches."""
+    attention_forward_tflops: float | None = None
+    """What the attention kernel reaches forward, causal work counted only."""
+    attention_backward_tflops: float | None = None
+    """The same backward."""
+    memory_gbs: float | None = None
+    """GB/s of the GPU's memory."""
+    link_gbs: float | None = None
+    """GB/s that a GPU sends to the others of its node in an all-to-all."""
+    network_gbs: float | None = None
+    """GB/s that a GPU sends to other nodes."""
+    pcie_gbs: float | None = None
+    """GB/s between a GPU and its host, each way, all GPUs copying at once."""
+
+
+@dataclass
+class Plan:
+    """Memory and time of a job before it runs, on a machine without a GPU (docs/planning.md). `--plan`
+    is short for `--plan.enable`. Nothing here changes a training run."""
+
+    enable: bool = False
+    """Print what the job would hold and how long it would take, and end: exit code 0 if it fits, 3 if
+    not, 2 for a mistake in the config."""
+    hardware: Literal[
+        "h100_80gb", "h200_141gb", "a100_80gb", "b200_192gb", "b300_288gb", "cpu", "custom"
+    ] = "h100_80gb"
+    """The machine to plan for; `custom`: all figures come from [plan.machine]."""
+    nodes: int = 1
+    """Nodes of the job."""
+    gpus_per_node: int = 8
+    """GPUs of each; with nodes it replaces what NGPU and NNODES say when a job starts."""
+    search: bool = False
+    """Look for the longest length that fits, and for the fastest configuration at training.seq_len;
+    prints both and writes them as TOML files."""
+    search_folder: str = "."
+    """Folder of the files that plan.search writes."""
+    ladder: str = ""
+    """Write a plot to this file (.png, .svg or .pdf; extra `plot`): what each measure saves at
+    training.seq_len, and memory against length for the strategies."""
+    machine: PlanMachine = field(default_factory=PlanMachine)
+    """Figures of your own: section [plan.machine]."""
+
+
+@dataclass
 class Experimental:
     """Ways in for other people's code."""
 
@@ -335,6 +463,10 @@ class Debug:
 
     seed: int = 0
     """Seed of the initial weights and of everything random, the same on any number of ranks."""
+    share_offload_buffers: bool = False
+    """For measuring only, with activation_offload: all layers share one host buffer per size, so that
+    a rank's GPU memory can be measured on a machine with less host memory than the job's. The
+    gradients are wrong."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time; an operation that has none raises. Slower
     on CUDA."""
@@ -354,9 +486,11 @@ class JobConfig:
     parallelism: Parallelism = field(default_factory=Parallelism)
     attention: Attention = field(default_factory=Attention)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
     tiling: Tiling = field(default_factory=Tiling)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     comm: Comm = field(default_factory=Comm)
+    plan: Plan = field(default_factory=Plan)
     experimental: Experimental = field(default_factory=Experimental)
     debug: Debug = field(default_factory=Debug)

@@ -33,6 +33,16 @@ TABLE = (
         "only mode selective keeps attention's output",
     ),
     Row(
+        lambda c: c.activation_checkpoint.mode == "none",
+        ("activation_checkpoint.block_inputs_every",),
+        "mode none keeps everything",
+    ),
+    Row(
+        lambda c: not c.activation_offload.enable,
+        ("activation_offload.*", "debug.share_offload_buffers"),
+        "activation_offload.enable is false",
+    ),
+    Row(
         lambda c: not c.profiling.enable_profiling,
         (
             "profiling.save_traces_folder",
@@ -62,7 +72,13 @@ TABLE = (
         "metrics.enable_tensorboard and enable_wandb are false",
     ),
     Row(
-        lambda c: c.model.tokenizer == "byte",
+        lambda c: (
+            c.model.tokenizer == "byte"
+            and c.model.flavor != "from_hf"
+            and not c.checkpoint.initial_load_in_hf
+            and not c.checkpoint.last_save_in_hf
+            and not c.checkpoint.hf_interval
+        ),
         ("model.hf_assets_path",),
         'model.tokenizer "byte" reads no files',
     ),
@@ -70,9 +86,15 @@ TABLE = (
         lambda c: c.model.rope.type == "default",
         (
             "model.rope.factor",
+            "model.rope.original_max_position_embeddings",
             "model.rope.low_freq_factor",
             "model.rope.high_freq_factor",
-            "model.rope.original_max_position_embeddings",
+            "model.rope.beta_fast",
+            "model.rope.beta_slow",
+            "model.rope.truncate",
+            "model.rope.attention_factor",
+            "model.rope.mscale",
+            "model.rope.mscale_all_dim",
         ),
         'model.rope.type "default" does not scale',
     ),
@@ -80,6 +102,16 @@ TABLE = (
         lambda c: c.optimizer.name == "SGD",
         ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
         "optimizer SGD has no such term",
+    ),
+    Row(
+        lambda c: c.optimizer.name == "SGD",
+        ("optimizer.offload_state",),
+        "optimizer SGD keeps no state",
+    ),
+    Row(
+        lambda c: c.training.enable_cpu_offload,
+        ("optimizer.offload_state",),
+        "training.enable_cpu_offload keeps all optimizer state on the host",
     ),
     Row(
         lambda c: c.lr_scheduler.decay_ratio == 0,
@@ -98,6 +130,8 @@ TABLE = (
         (
             "checkpoint.interval",
             "checkpoint.last_save_model_only",
+            "checkpoint.last_save_in_hf",
+            "checkpoint.hf_interval",
             "checkpoint.export_dtype",
             "checkpoint.async_mode",
             "checkpoint.keep_latest_k",
@@ -106,12 +140,21 @@ TABLE = (
         "checkpoint.load_only saves nothing",
     ),
     Row(
-        lambda c: c.checkpoint.enable and not c.checkpoint.last_save_model_only,
+        lambda c: (
+            c.checkpoint.enable
+            and not c.checkpoint.last_save_model_only
+            and not c.checkpoint.last_save_in_hf
+            and not c.checkpoint.hf_interval
+        ),
         ("checkpoint.export_dtype",),
-        "it applies to a last save with checkpoint.last_save_model_only",
+        "it applies to a last save with checkpoint.last_save_model_only and to Hugging Face exports",
     ),
     Row(
-        lambda c: c.checkpoint.enable and c.checkpoint.initial_load_path is None,
+        lambda c: (
+            c.checkpoint.enable
+            and c.checkpoint.initial_load_path is None
+            and not c.checkpoint.initial_load_in_hf
+        ),
         ("checkpoint.initial_load_model_only",),
         "checkpoint.initial_load_path is not set",
     ),

@@ -36,6 +36,7 @@ MOVED = {
     "model.tokenizer_path": "model.hf_assets_path",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "training.batch_size": "training.local_batch_size",
+    "activation_checkpoint.offloading": "activation_offload.enable",
     "training.compile": "compile.enable",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
@@ -55,7 +56,6 @@ _TENSOR = (
 _PIPELINE = "pipeline parallelism is not offered: " + _TENSOR.partition(": ")[2]
 _EXPERT = "expert parallelism is not offered: the models here are dense"
 _CONVERTERS = "model converters are not offered"
-_HF_FILES = "the checkpoint code reads and writes step folders only"
 _EXTRA_SECTIONS = (
     "extra sections are not offered; a model can be added through experimental.custom_import"
 )
@@ -79,9 +79,6 @@ GONE = {
     "optimizer.early_step_in_backward": Gone(
         "the step needs the global gradient norm, so it comes after backward", _OFF
     ),
-    "training.enable_cpu_offload": Gone(
-        "parameters and optimizer state stay on the device; shard them over more ranks", _OFF
-    ),
     "training.gc_debug": Gone("it is not offered", _OFF),
     "training.chunked_loss": Gone(
         "say tiling.loss_tokens: the tokens of a tile, 0 for one tile (4096 by default)"
@@ -104,9 +101,10 @@ GONE = {
         "a ring is always laid in zigzag, and exchanging heads gives every rank the same work",
         ("none", ""),
     ),
-    "checkpoint.initial_load_in_hf": Gone(_HF_FILES, _OFF),
-    "checkpoint.initial_load_in_hf_quantized": Gone(_HF_FILES, _OFF),
-    "checkpoint.last_save_in_hf": Gone(_HF_FILES, _OFF),
+    "checkpoint.initial_load_in_hf_quantized": Gone(
+        "quantized weights are not read: dequantize them first, then checkpoint.initial_load_in_hf",
+        _OFF,
+    ),
     "checkpoint.create_seed_checkpoint": Gone(
         "no seed checkpoint is needed: debug.seed gives the same weights on any number of ranks",
         _OFF,
@@ -117,9 +115,6 @@ GONE = {
     "activation_checkpoint.selective_ac_option": Gone(
         "mode selective keeps attention's output in every layer, or in the last "
         "activation_checkpoint.selective_layers"
-    ),
-    "activation_checkpoint.offloading": Gone(
-        "offloading to host memory is not available yet", _OFF
     ),
     "activation_checkpoint.memory_budget": Gone('say mode = "selective" or "full"'),
     "activation_checkpoint.visualize_memory_budget_pareto": Gone("it is not offered", _OFF),

@@ -25,6 +25,7 @@ AT_LEAST_ONE = (
     "training.steps",
     "training.gc_freq",
     "attention.heads_per_stage",
+    "activation_checkpoint.block_inputs_every",
     "checkpoint.interval",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
@@ -37,6 +38,7 @@ AT_LEAST_ZERO = (
     "tiling.mlp_tokens",
     "tiling.loss_tokens",
     "checkpoint.keep_latest_k",
+    "checkpoint.hf_interval",
     "comm.trace_buf_size",
     "debug.seed",
 )
@@ -92,6 +94,20 @@ def _ulysses_degree(config: JobConfig) -> Iterator[str]:
         )
 
 
+def _offload(config: JobConfig) -> Iterator[str]:
+    offload = config.activation_offload
+    if offload.enable and config.activation_checkpoint.mode == "none":
+        yield (
+            'activation_offload.enable = true with activation_checkpoint.mode = "none": only what a '
+            'checkpointed block keeps is offloaded; set mode to "selective" or "full"'
+        )
+    if offload.host_memory_gib != "auto" and not 0 < offload.host_memory_gib < math.inf:
+        yield (
+            f"activation_offload.host_memory_gib = {offload.host_memory_gib}: must be above 0, or "
+            '"auto"; activation_offload.enable = false uses none'
+        )
+
+
 def _schedule(config: JobConfig) -> Iterator[str]:
     schedule = config.lr_scheduler
     if schedule.total_steps is not None and schedule.total_steps < 1:
@@ -141,12 +157,18 @@ def _checkpoint(config: JobConfig) -> Iterator[str]:
         )
     if checkpoint.load_step < -1:
         yield f"checkpoint.load_step = {checkpoint.load_step}: a step, or -1 for the newest"
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield (
+            "checkpoint.initial_load_model_only = false with initial_load_in_hf = true: a Hugging Face "
+            "folder holds weights only; leave initial_load_model_only at true"
+        )
     if checkpoint.enable:
         return
     # Unlike the keys of `warn`, leaving these aside would train from other weights than asked for.
     needs_enable = {
         "load_step": checkpoint.load_step != -1,
         "initial_load_path": checkpoint.initial_load_path is not None,
+        "initial_load_in_hf": checkpoint.initial_load_in_hf,
         "load_only": checkpoint.load_only,
     }
     for name, is_set in needs_enable.items():
@@ -169,6 +191,7 @@ def _seed(config: JobConfig) -> Iterator[str]:
 _RULES: tuple[Callable[[JobConfig], Iterator[str]], ...] = (
     _minimum,
     _ulysses_degree,
+    _offload,
     _schedule,
     _optimizer,
     _rope,

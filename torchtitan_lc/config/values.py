@@ -16,7 +16,10 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field holds. `base` is bool, int, tokens, float, str, choice or list (of str)."""
+    """What a field holds. `base` is bool, int, tokens, float, str, choice or list (of str).
+
+    choices: the words of a choice; of another base, words that may stand instead of a value ("auto").
+    """
 
     base: str
     choices: tuple[str, ...] = ()
@@ -25,9 +28,10 @@ class Kind:
     @property
     def expected(self) -> str:
         """The words that finish the sentence "expected ..."."""
+        words = [f'"{choice}"' for choice in self.choices]
         if self.base == "choice":
-            return "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
-        return {
+            return "one of " + ", ".join(words)
+        value = {
             "bool": "true or false",
             "int": "an integer",
             "tokens": 'a number of tokens (an integer, or "128K", "5M")',
@@ -35,6 +39,7 @@ class Kind:
             "str": "a string",
             "list": "a list of strings",
         }[self.base]
+        return " or ".join([value, *words])
 
 
 def kind_of(annotation: Any) -> Kind:
@@ -42,9 +47,13 @@ def kind_of(annotation: Any) -> Kind:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not type(None)]
-        if len(inner) == 1:
-            kind = kind_of(inner[0])
-            return Kind(kind.base, kind.choices, optional=True)
+        kinds = sorted((kind_of(one) for one in inner), key=lambda kind: kind.base == "choice")
+        if len(kinds) == 1:
+            return Kind(kinds[0].base, kinds[0].choices, optional=True)
+        if [kind.base == "choice" for kind in kinds] == [False, True] and len(inner) == len(
+            arguments
+        ):
+            return Kind(kinds[0].base, kinds[1].choices)
     if origin is Annotated and TOKENS in arguments[1:]:
         return Kind("tokens")
     if origin is Literal:
@@ -60,6 +69,8 @@ def from_text(kind: Kind, text: str) -> Any:
     """The value of a command-line word; "none" gives None where the field may be empty."""
     if kind.optional and text.lower() == "none":
         return None
+    if kind.base != "choice" and text in kind.choices:
+        return text
     if kind.base == "bool":
         if text.lower() in _TRUE + _FALSE:
             return text.lower() in _TRUE
@@ -85,6 +96,8 @@ def from_text(kind: Kind, text: str) -> Any:
 
 def from_toml(kind: Kind, value: Any) -> Any:
     """The value of a parsed TOML item. An integer may stand for a float; nothing else bends."""
+    if kind.base != "choice" and value in kind.choices:
+        return value
     if kind.base == "tokens" and isinstance(value, str) and value.strip()[-1:].isalpha():
         return parse_token_count(value)
     if kind.base == "float" and type(value) in (int, float):

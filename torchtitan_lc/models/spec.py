@@ -14,8 +14,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -25,7 +27,8 @@ from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.distributed.parallel_dims import Meshes
 from torchtitan_lc.tools.errors import UserError
 
-BUILT_IN = ("llama3",)
+BUILT_IN = ("llama3", "qwen2", "qwen3", "mistral")
+FROM_HF = "from_hf"  # the flavor that is read from model.hf_assets_path
 
 
 class ModelArgs(Protocol):
@@ -60,11 +63,27 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
+class HuggingFace:
+    """How a model is written down by Hugging Face.
+
+    name(parameter) -> the tensor's name in their safetensors: loading and exporting rename, nothing
+    else. read_config(parsed config.json) -> args; UserError that names what is not supported.
+    write_config(args) -> what config.json holds of the model's shape and rope.
+    """
+
+    name: Callable[[str], str]
+    read_config: Callable[[Mapping[str, Any]], Any]
+    write_config: Callable[[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """name: `model.name`. flavors: `model.flavor` -> args. build(args) -> module, on any device.
     parallelize(model, config, strategy, meshes): applies strategy, tiles, checkpointing, compile and
     FSDP2 in place. adjust(args, config) -> args: takes over the config's model settings (rope).
-    shrink(args) -> args: the same attention in a model that runs in a moment, for the self-check."""
+    shrink(args) -> args: the same attention in a model that runs in a moment, for the self-check.
+    warnings(args, config) -> what the log should say of the flavor's args under this config.
+    hf: its form at Hugging Face, None for a model that has none."""
 
     name: str
     flavors: Mapping[str, Any]
@@ -72,6 +91,8 @@ class ModelSpec:
     parallelize: Callable[[nn.Module, JobConfig, Any, Meshes], None]
     adjust: Callable[[Any, JobConfig], Any] = lambda args, config: args
     shrink: Callable[[Any], Any] = lambda args: shrink_fields(args)
+    warnings: Callable[[Any, JobConfig], list[str]] = lambda args, config: []
+    hf: HuggingFace | None = None
 
 
 def shrink_fields(args: Any) -> Any:
@@ -116,16 +137,41 @@ def get_model(name: str) -> ModelSpec:
 
 def get_args(spec: ModelSpec, config: JobConfig) -> Any:
     """The args of the config's flavor with the config's model settings applied."""
+    return spec.adjust(flavor_args(spec, config), config)
+
+
+def flavor_args(spec: ModelSpec, config: JobConfig) -> Any:
+    """The args of the config's flavor as they are published, or as `model.hf_assets_path` has them."""
     flavor = config.model.flavor
+    if flavor == FROM_HF and spec.hf is not None:
+        return spec.hf.read_config(_hf_config(config.model.hf_assets_path))
     if flavor not in spec.flavors:
         lower = {name.lower(): name for name in spec.flavors}
         near = [lower[n] for n in difflib.get_close_matches(flavor.lower(), lower, n=1)]
         hint = f" (did you mean {near[0]!r}?)" if near else ""
+        known = [*spec.flavors, *([] if spec.hf is None else [FROM_HF])]
         raise UserError(
             f"model.flavor = {flavor!r} is not a flavor of {spec.name!r}{hint}; "
-            f"flavors: {', '.join(spec.flavors)}"
+            f"flavors: {', '.join(known)}"
         )
-    return spec.adjust(spec.flavors[flavor], config)
+    return spec.flavors[flavor]
+
+
+def _hf_config(folder: str) -> dict[str, Any]:
+    """The parsed config.json of `model.hf_assets_path`. Raises UserError where it cannot be read."""
+    path = Path(folder) / "config.json"
+    if not folder or not path.is_file():
+        raise UserError(
+            f"model.flavor = {FROM_HF!r} reads the shape from config.json, but model.hf_assets_path = "
+            f"{folder!r} has none: set it to the folder of a Hugging Face model"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(config).__name__}")
+    return config
 
 
 def import_custom(module: str) -> None:

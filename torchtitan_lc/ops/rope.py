@@ -8,15 +8,161 @@ their weights is renaming only.
 Angles are exact at any length used here: position * frequency is taken in fp64 as turns, the whole turns
 are dropped, and only the rest is rounded to fp32. (In fp32 the product is wrong by up to 0.7 radians at
 10M positions; in bf16 at a few hundred.)
+
+A scaling stretches the frequencies so that a model reaches further than it was first trained for. Their
+numbers are those of transformers' rope functions for the same settings, which compute in fp32.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+def frequencies(theta: float, head_dim: int) -> Tensor:
+    """[D / 2] fp64: radians per position, theta ** (-2i / D)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return theta**-exponents
+
+
+class Scaling(Protocol):
+    """factor: how many times further than original_max_position_embeddings, the tokens of the rows
+    that the model was first trained on, it is to reach. attention_scaling: what cos and sin are
+    multiplied by, so that scores grow by its square."""
+
+    @property
+    def factor(self) -> float: ...
+    @property
+    def original_max_position_embeddings(self) -> int: ...
+    @property
+    def attention_scaling(self) -> float: ...
+    def inv_freq(self, theta: float, head_dim: int) -> Tensor:
+        """[D / 2] fp64: radians per position."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (arXiv 2306.15595): everything turns ``factor`` times slower."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_scaling = 1.0
+
+    def __post_init__(self) -> None:
+        _check("linear", self)
+
+    def inv_freq(self, theta: float, head_dim: int) -> Tensor:
+        return frequencies(theta, head_dim) / self.factor
+
+
+@dataclass(frozen=True)
+class NtkScaling:
+    """NTK-aware scaling: theta grows by factor ** (D / (D - 2)), so that the slowest pair turns
+    ``factor`` times slower and the fastest stays. The same as setting that theta."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_scaling = 1.0
+
+    def __post_init__(self) -> None:
+        _check("ntk", self)
+
+    def theta(self, theta: float, head_dim: int) -> float:
+        return theta * self.factor ** (head_dim / (head_dim - 2))
+
+    def inv_freq(self, theta: float, head_dim: int) -> Tensor:
+        return frequencies(self.theta(theta, head_dim), head_dim)
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """transformers' "dynamic" NTK scaling, for rows of one length.
+
+    theta grows by (factor * L / O - (factor - 1)) ** (D / (D - 2)), where O is
+    original_max_position_embeddings and L = max(seq_len, O): not at all up to O, and by more than
+    NtkScaling's from L = 2 O on. transformers takes the longest position of the batch at hand for L,
+    so that the frequencies change while text is generated. Here L is the row's length, whatever
+    documents lie in it: numbers are equal to theirs where a document fills its row.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    seq_len: int = 0
+    attention_scaling = 1.0
+
+    def __post_init__(self) -> None:
+        _check("dynamic", self)
+
+    def inv_freq(self, theta: float, head_dim: int) -> Tensor:
+        original = self.original_max_position_embeddings
+        grown = self.factor * max(self.seq_len, original) / original - (self.factor - 1)
+        return frequencies(theta * grown ** (head_dim / (head_dim - 2)), head_dim)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): pairs that turn often within the original context stay, those that turn
+    less than once are slowed by ``factor``, those between are blended; scores become steeper.
+
+    beta_fast, beta_slow: turns within original_max_position_embeddings from which a pair stays, and
+    below which it is slowed by the whole factor. truncate: round that range outwards to whole pairs.
+    attention_factor: multiplies cos and sin instead of the paper's 0.1 ln(factor) + 1, or of the ratio
+    of two such terms where mscale and mscale_all_dim are both given (DeepSeek).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        _check("yarn", self)
+        if not self.beta_fast > self.beta_slow > 0:  # so that NaN is refused too
+            raise ValueError(
+                "yarn rope scaling needs beta_fast > beta_slow > 0, got "
+                f"beta_fast={self.beta_fast}, beta_slow={self.beta_slow}"
+            )
+        if not self.attention_scaling > 0:
+            raise ValueError(
+                "yarn rope scaling needs an attention factor above 0, got "
+                f"attention_factor={self.attention_factor}, mscale={self.mscale}, "
+                f"mscale_all_dim={self.mscale_all_dim}"
+            )
+
+    @property
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def term(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return term(self.mscale) / term(self.mscale_all_dim)
+        return term(1.0)
+
+    def inv_freq(self, theta: float, head_dim: int) -> Tensor:
+        def pair_that_turns(times: float) -> float:
+            wavelength = self.original_max_position_embeddings / times
+            return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        width = high - low or 0.001  # transformers' way out of a range of no width
+        slowed = (torch.arange(head_dim // 2, dtype=torch.float64) - low) / width
+        slowed = slowed.clamp(0, 1)
+        plain = frequencies(theta, head_dim)
+        return plain * (1 - slowed) + plain / self.factor * slowed
 
 
 @dataclass(frozen=True)
@@ -31,6 +177,7 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_scaling = 1.0
 
     def __post_init__(self) -> None:
         ordered = self.high_freq_factor > self.low_freq_factor > 0
@@ -41,35 +188,50 @@ class Llama3Scaling:
                 f"high_freq_factor={self.high_freq_factor}"
             )
 
-    def scale(self, inv_freq: Tensor) -> Tensor:
-        turns_in_original = self.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    def inv_freq(self, theta: float, head_dim: int) -> Tensor:
+        plain = frequencies(theta, head_dim)
+        turns_in_original = self.original_max_position_embeddings * plain / (2 * math.pi)
         smooth = (turns_in_original - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
         smooth = smooth.clamp(0, 1)
-        return inv_freq * ((1 - smooth) / self.factor + smooth)
+        return plain * ((1 - smooth) / self.factor + smooth)
+
+
+def _check(name: str, scaling: Scaling) -> None:
+    if not scaling.factor >= 1:  # so that NaN is refused too
+        raise ValueError(f"{name} rope scaling needs factor >= 1, got factor={scaling.factor}")
+    original = scaling.original_max_position_embeddings
+    if not original >= 1:
+        raise ValueError(
+            f"{name} rope scaling needs original_max_position_embeddings >= 1, got {original}"
+        )
 
 
 @dataclass
 class Rope:
     """Rotation of query and key heads of size ``head_dim`` by their positions.
 
-    theta: base of the frequencies. scaling: how frequencies are stretched for longer contexts.
+    theta: base of the frequencies. scaling: how they are stretched for longer contexts.
     """
 
     head_dim: int
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: Scaling | None = None
+    attention_scaling: float = field(init=False)
     _inv_freq: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.attention_scaling = 1.0 if self.scaling is None else self.scaling.attention_scaling
 
     def inv_freq(self, device: torch.device | str = "cpu") -> Tensor:
         """[D / 2] fp64: radians per position."""
         device = torch.device(device)
         if device not in self._inv_freq:
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
-            inv_freq = self.theta**-exponents
-            if self.scaling is not None:
-                inv_freq = self.scaling.scale(inv_freq)
+            if self.scaling is None:
+                inv_freq = frequencies(self.theta, self.head_dim)
+            else:
+                inv_freq = self.scaling.inv_freq(self.theta, self.head_dim)
             self._inv_freq[device] = inv_freq.to(device)
         return self._inv_freq[device]
 
@@ -78,7 +240,7 @@ class Rope:
         wide = torch.promote_types(x.dtype, torch.float32)
         turns = positions.unsqueeze(-1).double() * (self.inv_freq(x.device) / (2 * math.pi))
         angles = ((turns - turns.round()) * (2 * math.pi)).to(wide).unsqueeze(-2)  # [B, t, 1, D/2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         first, second = x.to(wide).chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)

@@ -219,6 +219,29 @@ def test_roles_are_found_in_the_files_beside_the_tokenizer(tmp_path, files, bos,
             tokenizer.encode("x", add_bos=True, add_eos=False)
 
 
+def test_a_model_that_adds_no_bos_of_its_own_gets_none(tmp_path):
+    path = write_hf(tmp_path) / "tokenizer_config.json"
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    for rule, bos in ((True, 0), (False, None), (None, 0)):
+        path.write_text(json.dumps({**names, "add_bos_token": rule, "add_eos_token": False}))
+        tokenizer = HFTokenizer(tmp_path)
+        assert (tokenizer.bos_id, tokenizer.eos_id) == (bos, 1), rule
+
+
+def test_added_tokens_count_and_stand_for_their_text_unless_they_are_special(tmp_path):
+    path = write_hf(tmp_path) / "tokenizer.json"
+    library = Tokenizer.from_file(str(path))
+    before = library.get_vocab_size()
+    library.add_tokens(["<indent>"])
+    library.add_special_tokens(["<|fim|>"])
+    library.save(str(path))
+    tokenizer = HFTokenizer(tmp_path)
+    assert tokenizer.vocab_size == before + 2
+    ids = tokenizer.encode("a<indent>b<|fim|>", add_bos=False, add_eos=False).tolist()
+    assert before in ids and before + 1 not in ids
+    assert tokenizer.decode(ids) == "a<indent>b<|fim|>"
+
+
 def test_llama3_files_give_llama3_ids(tmp_path):
     tokenizer = TiktokenTokenizer(write_ranks(tmp_path))
     ranks = tokenizer.vocab_size - 256

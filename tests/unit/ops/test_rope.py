@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from torchtitan_lc.ops.rope import Llama3Scaling, Rope
+from torchtitan_lc.ops.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
 
 def _llama3_by_the_paper(dim: int, theta: float, s: Llama3Scaling) -> list[float]:
@@ -64,6 +73,93 @@ def test_llama3_scaling_has_hugging_faces_numbers() -> None:
     assert torch.equal(got[:29], plain[:29]) and torch.equal(got[35:], plain[35:] / 8)
 
 
+# Settings of config.json -> ours. The attention factors are those that DeepSeek, Qwen and others write.
+YARN = {"factor": 40.0, "original_max_position_embeddings": 4096}
+FROM_CONFIGS: list[tuple[dict[str, Any], Scaling]] = [
+    ({"rope_type": "linear", "factor": 8.0}, LinearScaling(8.0, 8192)),
+    ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 8192, seq_len=100_000)),
+    ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 8192, seq_len=1000)),
+    ({"rope_type": "yarn", **YARN}, YarnScaling(40.0, 4096)),
+    ({"rope_type": "yarn", **YARN, "mscale": 1.0}, YarnScaling(40.0, 4096, mscale=1.0)),
+    (
+        {"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    (
+        {"rope_type": "yarn", **YARN, "mscale": 0.707, "mscale_all_dim": 1.4},
+        YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=1.4),
+    ),
+    (
+        {"rope_type": "yarn", **YARN, "attention_factor": 1.0},
+        YarnScaling(40.0, 4096, attention_factor=1.0),
+    ),
+    (
+        {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "mscale": 2.0},
+        YarnScaling(40.0, 4096, attention_factor=1.5, mscale=2.0),
+    ),
+    (
+        {"rope_type": "yarn", **YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        YarnScaling(40.0, 4096, beta_fast=16.0, beta_slow=2.0, truncate=False),
+    ),
+    (
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        Llama3Scaling(factor=32.0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "scaling"), FROM_CONFIGS, ids=str)
+@pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e6), (64, 5e5), (64, 1e4)])
+def test_frequencies_and_attention_factor_are_those_of_transformers(
+    settings: dict[str, Any], scaling: Any, head_dim: int, theta: float
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_theta": theta, **settings},
+    )
+    function = ROPE_INIT_FUNCTIONS[settings["rope_type"]]
+    want, factor = function(config, seq_len=getattr(scaling, "seq_len", None))
+    rope = Rope(head_dim, theta, scaling)
+    got = rope.inv_freq()
+    # They compute in fp32, where a power alone is off by some 1e-6.
+    torch.testing.assert_close(got, want.double(), rtol=3e-6, atol=0)
+    assert rope.attention_scaling == pytest.approx(factor, rel=1e-12)
+
+
+def test_ntk_scaling_is_a_larger_theta_that_slows_the_slowest_pair_by_the_factor() -> None:
+    scaling = NtkScaling(4.0, 8192)
+    got, plain = Rope(128, 1e4, scaling).inv_freq(), Rope(128, 1e4).inv_freq()
+    assert got[0] == plain[0]
+    torch.testing.assert_close(got[-1], plain[-1] / 4)
+    theta = 1e4 * 4.0 ** (128 / 126)
+    assert torch.equal(got, Rope(128, theta).inv_freq())
+    dynamic = DynamicScaling(4.0, 8192, seq_len=8192)
+    assert torch.equal(Rope(128, 1e4, dynamic).inv_freq(), plain), "within its context unchanged"
+
+
+def test_yarn_multiplies_rotated_heads_by_its_factor_at_10_million_positions() -> None:
+    scaling = YarnScaling(4.0, 32_768)
+    rope = Rope(64, 1e6, scaling)
+    factor = 0.1 * math.log(4.0) + 1.0
+    ones = torch.cat((torch.ones(32), torch.zeros(32))).view(1, 1, 1, 64)
+    position = 10_000_019
+    got = rope.apply(ones, torch.tensor([[position]]))[0, 0, 0]
+    for i in range(32):
+        angle = math.fmod(position * rope.inv_freq()[i].item(), 2 * math.pi)
+        assert abs(got[i].item() - factor * math.cos(angle)) < 2e-6, i
+        assert abs(got[32 + i].item() - factor * math.sin(angle)) < 2e-6, i
+
+
 def test_dimension_i_is_paired_with_i_plus_half_as_in_hugging_face() -> None:
     x = torch.zeros(1, 1, 1, 8)
     x[..., 1] = 1.0
@@ -114,3 +210,10 @@ def test_senseless_scaling_is_refused_with_its_numbers() -> None:
     for factor in (0.5, math.nan):
         with pytest.raises(ValueError, match=f"got factor={factor}"):
             Llama3Scaling(factor=factor)
+        for kind in (LinearScaling, NtkScaling, DynamicScaling, YarnScaling):
+            with pytest.raises(ValueError, match=f"got factor={factor}"):
+                kind(factor, 8192)
+    with pytest.raises(ValueError, match="beta_fast=1.0, beta_slow=32.0"):
+        YarnScaling(4.0, 8192, beta_fast=1.0, beta_slow=32.0)
+    with pytest.raises(ValueError, match="attention_factor=-1.0"):
+        YarnScaling(4.0, 8192, attention_factor=-1.0)

@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783) as a single-device model; parallelize.py spreads it over ranks.
+"""A decoder of the Llama family as a single-device model; parallelize.py spreads it over ranks.
 
     h = embed(tokens)
     for each block:   h = h + attention(norm(h));   h = h + mlp(norm(h))
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import cast
 
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import Math
 from torchtitan_lc.attention.local import Local
 from torchtitan_lc.distributed.init import normal_
-from torchtitan_lc.memory.checkpointing import checkpoint_block
+from torchtitan_lc.memory.checkpointing import Run, checkpoint_block
 from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.models.decoder.functions import Functions
 from torchtitan_lc.ops.loss import tiled_loss
@@ -52,26 +54,38 @@ class Attention(nn.Module):
         super().__init__()
         self.args, self.functions = args, functions
         q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-        self.wq = nn.Linear(args.dim, q_dim, bias=False)
-        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(q_dim, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_dim) if args.qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_dim) if args.qk_norm else None
 
     def projections(self, norm_scale: Tensor) -> Projections:
-        rows, columns = 0, 1  # where the heads lie in a projection's weight
+        columns = 1  # of the output projection's weight are made of heads
         f = self.functions
+        query = _of_heads(self.wq, self.q_norm)
+        key, value = _of_heads(self.wk, self.k_norm), _of_heads(self.wv)
         return Projections(
             n_heads=self.args.n_heads,
             n_kv_heads=self.args.n_kv_heads,
             head_dim=self.args.head_dim,
             norm=Projection(f.norm, (Weight(norm_scale),)),
-            query=Projection(f.query, (Weight(self.wq.weight, rows),)),
-            key_value=Projection(
-                f.key_value, (Weight(self.wk.weight, rows), Weight(self.wv.weight, rows))
-            ),
+            query=Projection(f.query, query),
+            key_value=Projection(f.key_value, key + value),
             output=Projection(f.output, (Weight(self.wo.weight, columns),)),
             scale=1 / math.sqrt(self.args.head_dim),
         )
+
+
+def _of_heads(linear: nn.Linear, norm: nn.RMSNorm | None = None) -> tuple[Weight, ...]:
+    """What a projection to heads uses: rows and biases are made of heads, the norm of a head is shared."""
+    weights = [Weight(linear.weight, head_axis=0)]
+    if linear.bias is not None:
+        weights.append(Weight(linear.bias, head_axis=0))
+    if norm is not None:
+        weights.append(Weight(norm.weight))
+    return tuple(weights)
 
 
 class FeedForward(nn.Module):
@@ -172,6 +186,8 @@ class Decoder(nn.Module):
             }
         )
         self.head = Head(args, self.functions, self.execution)
+        # By block: what runs the blocks that are checkpointed together, where they begin.
+        self.segments: list[Run | None] = [None] * args.n_layers
 
     def forward(
         self,
@@ -183,9 +199,26 @@ class Decoder(nn.Module):
         tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
         self.functions.rope.inv_freq(tokens.device)  # made before compiled functions look for it
         h = self.tok_embeddings(tokens)
-        for block in self.blocks:
-            h = block(h, positions, documents)
+        for start, stop in self._segments():
+            segment = self.segments[start]
+            if segment is not None:
+                h = segment(partial(self._run_blocks, start, stop), h, positions, documents)
+                continue
+            for block in self.blocks[start:stop]:  # here, where nothing else holds the first h
+                h = block(h, positions, documents)
         return self.head(h, labels, tied)
+
+    def _run_blocks(
+        self, start: int, stop: int, h: Tensor, positions: Tensor, documents: Documents | None
+    ) -> Tensor:
+        for block in self.blocks[start:stop]:
+            h = block(h, positions, documents)
+        return h
+
+    def _segments(self) -> list[tuple[int, int]]:
+        """Blocks from one segment's beginning to the next; one segment where there are none."""
+        starts = [i for i, segment in enumerate(self.segments) if segment is not None] or [0]
+        return list(pairwise([*starts, len(self.segments)]))
 
     @property
     def blocks(self) -> list[TransformerBlock]:
@@ -194,12 +227,12 @@ class Decoder(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initial values from ``seed`` alone, for whatever part of each parameter this rank holds.
 
-        Normal with args.init_std, with three exceptions. Projections that write into the residual
-        stream are scaled down by sqrt(2 L) (GPT-2), so that its variance does not grow with depth.
-        The embedding starts at 1 (TorchTitan), so that the branches' first updates are small beside
-        the stream they are added to. The output matrix starts at 1 / (4 sqrt(M)): logits of about
-        1/4, so that the first loss is that of a uniform guess. A tied table, being both, starts at
-        1 / sqrt(M).
+        Norms start at 1, biases at 0, matrices normal with args.init_std, with three exceptions.
+        Projections that write into the residual stream are scaled down by sqrt(2 L) (GPT-2), so that
+        its variance does not grow with depth. The embedding starts at 1 (TorchTitan), so that the
+        branches' first updates are small beside the stream they are added to. The output matrix
+        starts at 1 / (4 sqrt(M)): logits of about 1/4, so that the first loss is that of a uniform
+        guess. A tied table, being both, starts at 1 / sqrt(M).
         """
         residual = self.args.init_std / math.sqrt(2 * self.args.n_layers)
         tied = self.args.tie_embeddings
@@ -209,7 +242,8 @@ class Decoder(nn.Module):
         }
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                nn.init.ones_(parameter)
+                start = nn.init.zeros_ if name.endswith(".bias") else nn.init.ones_
+                start(parameter)
                 continue
             writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
             std = special.get(name, residual if writes_residual else self.args.init_std)

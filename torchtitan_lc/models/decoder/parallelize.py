@@ -2,7 +2,7 @@
 
 The order matters:
 1. strategy and tiles   decide which functions run, so everything after wraps those;
-2. checkpointing        wraps a block's two halves from inside the block, so that recomputation in
+2. checkpointing        and offload: wraps a block's two halves from inside it, so that recomputation in
                         backward happens within the FSDP unit, with the weights gathered;
 3. compile              replaces the pure tile functions, which know nothing of ranks: no graph
                         break at an exchange, one compilation for all layers;
@@ -11,13 +11,15 @@ The order matters:
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from torchtitan_lc.attention.base import Strategy
+from torchtitan_lc.attention.base import AttentionShape, Strategy
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.distributed.fsdp import shard_units
 from torchtitan_lc.distributed.parallel_dims import Meshes
-from torchtitan_lc.memory.checkpointing import checkpoint_block, layer_modes
+from torchtitan_lc.memory.activations import set_up_blocks
+from torchtitan_lc.memory.placement import Sizes
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.tools.dtypes import torch_dtype
 
@@ -29,11 +31,16 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
     execution.mlp_tokens = config.tiling.mlp_tokens
     execution.loss_tokens = config.tiling.loss_tokens
 
-    blocks = model.blocks
-    ac = config.activation_checkpoint
-    modes = layer_modes(ac.mode, ac.selective_layers, len(blocks))
-    for block, mode in zip(blocks, modes, strict=True):
-        block.checkpoint = checkpoint_block(mode)
+    blocks, args = model.blocks, model.args
+    rows, tokens = config.training.local_batch_size, strategy.layout.tokens(config.training.seq_len)
+    itemsize = torch_dtype(config.training.mixed_precision_param).itemsize
+    shape = AttentionShape(args.n_heads, args.n_kv_heads, args.head_dim)
+    sizes = Sizes(
+        input=rows * tokens * args.dim * itemsize,
+        outputs=strategy.kept_bytes(shape, rows, tokens, itemsize),
+    )
+    device = torch.device(meshes.fsdp.device_type)
+    model.segments = set_up_blocks(blocks, config, sizes, device)
 
     if config.compile.enable:
         model.functions.compile(config.compile.backend)
@@ -51,4 +58,5 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
         param_dtype=torch_dtype(config.training.mixed_precision_param),
         reduce_dtype=torch_dtype(config.training.mixed_precision_reduce),
         reshard_after_forward=reshard,
+        cpu_offload=config.training.enable_cpu_offload,
     )

@@ -1,0 +1,49 @@
+"""Mistral without sliding windows: the published shapes, and the registration."""
+
+from __future__ import annotations
+
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.hf import Family, tensor_name
+from torchtitan_lc.models.decoder.model import Decoder
+from torchtitan_lc.models.decoder.parallelize import parallelize
+from torchtitan_lc.models.decoder.settings import adjust, warnings
+from torchtitan_lc.models.spec import HuggingFace, ModelSpec, register_model
+
+# As in the config.json of Mistral 7B v0.3 and of Mistral Nemo's base model.
+FLAVORS = {
+    "7B": DecoderArgs(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        hidden_dim=14_336,
+        vocab_size=32_768,
+        rope_theta=1_000_000.0,
+        max_position_embeddings=32_768,
+    ),
+    "Nemo-12B": DecoderArgs(
+        dim=5120,
+        n_layers=40,
+        n_heads=32,
+        n_kv_heads=8,
+        hidden_dim=14_336,
+        vocab_size=131_072,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        max_position_embeddings=128_000,
+    ),
+}
+
+FAMILY = Family("mistral", "MistralForCausalLM", windows=True)
+
+register_model(
+    ModelSpec(
+        name="mistral",
+        flavors=FLAVORS,
+        build=Decoder,
+        parallelize=parallelize,
+        adjust=adjust,
+        warnings=warnings,
+        hf=HuggingFace(tensor_name, FAMILY.read_config, FAMILY.write_config),
+    )
+)
