@@ -95,7 +95,7 @@ class SmallRun:
         dp_size = world if dp_size is None else dp_size
         dp_rank = rank * dp_size // world  # neighbours share a row
         optimizer_config = optimizer or Optimizer(lr=0.05)
-        self.optimizer = build_optimizer(self.model.named_parameters(), optimizer_config, "cpu")
+        self.optimizer = build_optimizer(self.model.named_parameters(), optimizer_config)
         schedule = LRScheduler(warmup_steps=4, decay_type="cosine")
         self.lr_scheduler = build_lr_scheduler(self.optimizer, schedule, 20)
         self.train_state = TrainState()

@@ -50,8 +50,12 @@ def self_check(
     """Collective over all ranks. Raises UserError that says what differs by how much."""
     began = time.perf_counter()
     rank = dist.get_rank()
-    # Compiling the copy would take longer than everything else here.
-    config = dataclasses.replace(config, compile=Compile())
+    # Compiling the copy would take longer than everything else here; it fits the device.
+    on_device = dataclasses.replace(config.training, enable_cpu_offload=False)
+    few = dataclasses.replace(config.activation_checkpoint, selective_layers="auto")
+    config = dataclasses.replace(
+        config, compile=Compile(), training=on_device, activation_checkpoint=few
+    )
     small = spec.shrink(args)
     row = _packed_row(strategy.layout.multiple, small.vocab_size)
     documents = Documents.from_positions(row["positions"])

@@ -20,40 +20,60 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchtitan_lc.components.offloaded_adam import OffloadedAdam
+
 if TYPE_CHECKING:
+    from torchtitan_lc.config.job_config import JobConfig
     from torchtitan_lc.config.job_config import Optimizer as OptimizerConfig
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    optimizer_config: OptimizerConfig,
-    device_type: str,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """AdamW, Adam or SGD over the parameters that require a gradient.
 
-    ``device_type`` ("cuda", "cpu") decides what ``implementation = "auto"`` means: fused on CUDA
-    (one kernel for the whole step), foreach elsewhere. SGD is the plain rule, without momentum; it
-    reads neither the betas nor eps. AdamW decouples the decay from the gradient, Adam and SGD add
-    it to the gradient (L2).
+    ``implementation = "auto"`` is fused (one pass over memory) for AdamW and Adam on a GPU or a CPU,
+    and foreach for SGD and elsewhere. SGD is the plain rule, without momentum; it reads neither the
+    betas nor eps. AdamW decouples the decay from the gradient, Adam and SGD add it to the gradient
+    (L2). With ``offload_state`` the moments of AdamW and Adam live in host memory.
 
-    Build it after the model is sharded: the optimizer holds the parameter objects themselves.
+    Build it after the model is sharded and materialised: the optimizer holds the parameter objects
+    themselves, on the device on which it will step.
 
-    Raises ValueError for an unknown name or implementation, or when nothing requires a gradient.
+    Raises ValueError for an unknown name or implementation, or when nothing requires a gradient, and
+    UserError where the host memory of ``offload_state`` can't be had.
     """
     config = optimizer_config
+    groups = _decay_groups(named_parameters, config.weight_decay)
+    device = groups[0]["params"][0].device
     settings: dict[str, Any] = {
         "lr": config.lr,
-        **_implementation(config.name, config.implementation, device_type),
+        **_implementation(config.name, config.implementation, device.type),
     }
-    groups = _decay_groups(named_parameters, config.weight_decay)
     if config.name == "SGD":
         return torch.optim.SGD(groups, **settings)
+    if config.name not in ("AdamW", "Adam"):
+        raise ValueError(f"optimizer.name = {config.name!r}: use AdamW, Adam or SGD")
     settings |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
-    if config.name == "AdamW":
-        return torch.optim.AdamW(groups, **settings)
-    if config.name == "Adam":
-        return torch.optim.Adam(groups, **settings)
-    raise ValueError(f"optimizer.name = {config.name!r}: use AdamW, Adam or SGD")
+    if config.offload_state:
+        return OffloadedAdam(groups, **settings, decoupled_weight_decay=config.name == "AdamW")
+    cls = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
+    return cls(groups, **settings)
+
+
+def state_bytes(config: JobConfig, parameter_bytes: int) -> tuple[int, int]:
+    """Bytes of optimizer state that a rank keeps between steps on its (GPU, host).
+
+    parameter_bytes: of the rank's shards, in training.dtype, which the moments have too. Step counts
+    and alignment, a few bytes per parameter, are left out. So is what a step needs while it runs,
+    when no activation is alive: under optimizer.offload_state up to 4 x the largest shard on the GPU.
+    What else training.enable_cpu_offload keeps on the host, parameters and gradients, is not state.
+    """
+    if config.optimizer.name == "SGD":
+        return 0, 0
+    moments = 2 * parameter_bytes
+    on_host = config.training.enable_cpu_offload or config.optimizer.offload_state
+    return (0, moments) if on_host else (moments, 0)
 
 
 def _decay_groups(
@@ -77,7 +97,8 @@ def _decay_groups(
 def _implementation(name: str, implementation: str, device_type: str) -> dict[str, bool]:
     if implementation == "auto":
         # torch 2.11 cannot run the fused SGD on sharded parameters.
-        implementation = "fused" if device_type == "cuda" and name != "SGD" else "foreach"
+        has_fused = device_type in ("cuda", "cpu") and name != "SGD"
+        implementation = "fused" if has_fused else "foreach"
     if implementation not in ("fused", "foreach", "for-loop"):
         raise ValueError(
             f"optimizer.implementation = {implementation!r}: use auto, fused, foreach or for-loop"

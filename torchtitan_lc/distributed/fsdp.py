@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 
 def shard_units(
@@ -18,21 +24,34 @@ def shard_units(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool | Sequence[bool],
+    cpu_offload: bool = False,
 ) -> None:
     """Shard each of ``units``, then what is left of ``model`` as the root unit, over ``mesh``.
 
     Weights are gathered in ``param_dtype``, gradients summed over ranks in ``reduce_dtype``; the shards
     keep the dtype they have. Forward inputs are not cast: blocks get hidden states that already have
     param_dtype, and integer positions.
+
+    cpu_offload: shards and their gradients live in host memory (page-locked where the mesh is one of
+    GPUs); a unit's shards go to the device when it is gathered. Materialise the model on the CPU then.
     """
+    offload = OffloadPolicy()
+    if cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     if isinstance(reshard_after_forward, bool):
         reshard_after_forward = [reshard_after_forward] * len(units)
     for unit, reshard in zip(units, reshard_after_forward, strict=True):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     sum_gradients(model.modules())
 
 

@@ -15,7 +15,8 @@ def init_distributed(
     """Join the job that the launcher's environment describes; returns this rank's device.
 
     Without a launcher (no RANK in the environment) the job is this one process.
-    CUDA jobs get a gloo group beside NCCL: asynchronous checkpoints copy through the CPU.
+    CUDA jobs get a gloo group beside NCCL: counts of labels, asynchronous checkpoints, and the norm of
+    gradients that live on the host (training.enable_cpu_offload) are reduced there.
     """
     for key, value in {
         "RANK": "0",
