@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lc.attention.documents import Documents
+from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.strategies import make_strategy
 from torchtitan_lc.components.agreement import all_or_none
 from torchtitan_lc.components.checkpoint import CheckpointManager
@@ -36,9 +37,17 @@ from torchtitan_lc.config.resolve import accumulation_steps, resolve_degrees, re
 from torchtitan_lc.distributed.parallel_dims import Meshes, ParallelDims
 from torchtitan_lc.distributed.reduce import clip_gradients, max_over_ranks, sum_over_ranks
 from torchtitan_lc.distributed.setup import set_timeouts
+from torchtitan_lc.memory.activations import resolve
 from torchtitan_lc.models.spec import Model, identity
 from torchtitan_lc.ops.loss import IGNORE_INDEX
-from torchtitan_lc.preflight import attention_shape, job_kernel, job_model, ulysses_degree
+from torchtitan_lc.preflight import (
+    attention_shape,
+    compute_dtype,
+    job_hf,
+    job_kernel,
+    job_model,
+    ulysses_degree,
+)
 from torchtitan_lc.self_check import self_check
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
@@ -115,14 +124,19 @@ class Trainer:
         self.lanes = list(range(first, first + rows))
         self.rows_per_step = rows * self.dims.dp
         kernel = job_kernel(config, args, device.type)
+        attention = config.attention
+        tokens = Layout(self.dims.ulysses, self.dims.ring).tokens(config.training.seq_len)
+        itemsize = compute_dtype(config).itemsize
+        buffer = config.training.local_batch_size * tokens * args.dim * itemsize
         self.strategy = make_strategy(
             resolve_strategy(config),
             kernel.kernel,
             ulysses=self.dims.peers(self.meshes, "ulysses"),
             ring=self.dims.peers(self.meshes, "ring"),
-            heads_per_stage=config.attention.heads_per_stage,
+            heads_per_stage=attention.heads_per_stage,
             tile_tokens=config.tiling.projection_tokens,
-            hold_normed_input=config.attention.hold_normed_input,
+            hold_normed_input=resolve(attention.hold_normed_input, buffer, device.type),
+            sum_kv_gradients=resolve(attention.sum_kv_gradients, buffer, device.type),
         )
         tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
         self.loader = build_loader(
@@ -148,9 +162,7 @@ class Trainer:
 
         self.module = self._build_model()
         self.model = cast(Model, self.module)
-        self.optimizer = build_optimizer(
-            self.module.named_parameters(), config.optimizer, device.type
-        )
+        self.optimizer = build_optimizer(self.module.named_parameters(), config.optimizer)
         self.lr_scheduler = build_lr_scheduler(
             self.optimizer, config.lr_scheduler, config.training.steps
         )
@@ -164,6 +176,7 @@ class Trainer:
             train_state=self.state,
             dataloader=self.loader,
             model_identity=identity(self.job_model.spec, config.model.flavor, args),
+            hf=job_hf(config, self.job_model),
         )
         self._log_start(kernel.kernel.name, kernel.reason)
 
@@ -174,7 +187,8 @@ class Trainer:
             module = spec.build(self.job_model.args)
         module.to(torch_dtype(config.training.dtype))
         spec.parallelize(module, config, self.strategy, self.meshes)
-        module.to_empty(device=self.device)
+        # FSDP2 fetches from the host what lives there.
+        module.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         with torch.no_grad():
             cast(Model, module).init_weights(config.debug.seed)
         return module.train()

@@ -7,7 +7,8 @@
 No full-size q, k, v or gradient of out exists: only those of the heads at hand. The normed input is made
 again by tiles at every projection, unless it is to be held (1 B for that time), out is kept in sequence
 layout (one block per owner, see comm.py), and dq, dk, dv are turned into the gradient of the normed
-input stage by stage.
+input stage by stage. With sum_kv_gradients, dk and dv of a group are first summed over its stages, which
+needs two more buffers of KV heads and fewer exchanges.
 
 Letters: B rows, T tokens of a rank, S all tokens of the row, M model width, D head dim, n query heads
 and m KV heads of this rank at this stage.
@@ -26,7 +27,7 @@ from torchtitan_lc.attention.bound import BoundProjection
 from torchtitan_lc.attention.comm import HeadExchange, join_heads
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.heads import Heads, Stage
-from torchtitan_lc.ops.recompute import tape_to_record, tape_to_replay
+from torchtitan_lc.ops.recompute import Outputs, Slot
 from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tile_slices, vjp
 
 if TYPE_CHECKING:
@@ -63,16 +64,17 @@ class AttentionHalf:
 
     # -- forward
 
-    def forward(self) -> tuple[Tensor, list[Tensor]]:
-        """h1 [B, T, M], and per stage (out packed, lse) for backward."""
-        replayed = tape_to_replay()
-        kept: list[Tensor] = list(replayed.pop()) if replayed is not None else self._attend()
+    def forward(self, slot: Slot | None) -> tuple[Tensor, Outputs]:
+        """h1 [B, T, M], and per stage (out packed, lse), recalled from ``slot`` or computed."""
+        outputs = None if slot is None else slot.recall()
+        if outputs is None:
+            outputs = Outputs() if slot is None else slot.new_outputs()
+            self._attend(outputs)
         self.x = None
-        h1 = self._add_outputs(kept[::2])
-        tape = tape_to_record()
-        if tape is not None:
-            tape.push(tuple(kept))
-        return h1, kept
+        h1 = self._add_outputs(outputs.outs())
+        if slot is not None:
+            slot.offer(outputs)
+        return h1, outputs
 
     def _add_outputs(self, outs: Sequence[Tensor]) -> Tensor:
         """h + output(all heads): one matrix product over the heads of all stages, in their order.
@@ -94,8 +96,7 @@ class AttentionHalf:
             torch.add(self.h[:, start:stop], y, out=h1[:, start:stop])
         return h1
 
-    def _attend(self) -> list[Tensor]:
-        kept: list[Tensor] = []
+    def _attend(self, outputs: Outputs) -> None:
         held: dict[int, tuple[Tensor, Tensor]] = {}
         for index, stage in enumerate(self.plan.stages):
             if any(stage.kv_heads):
@@ -103,8 +104,7 @@ class AttentionHalf:
             out, lse = self._stage_forward(stage, held)
             for arrival in stage.releases:
                 del held[arrival]
-            kept += [self._exchange(stage.q_heads).heads_to_seq(out), lse]
-        return kept
+            outputs.add(self._exchange(stage.q_heads).heads_to_seq(out), lse)
 
     def _stage_forward(
         self, stage: Stage, held: dict[int, tuple[Tensor, Tensor]]
@@ -119,54 +119,63 @@ class AttentionHalf:
             )
             outs.append(part)
             lses.append(part_lse)
-        no_lse = q.new_empty(q.shape[0], 0, q.shape[1])
-        return _join(outs, dim=2, empty=q), _join(lses, dim=1, empty=no_lse)
+        if not outs:  # idle at this stage: no heads
+            return q, q.new_empty(q.shape[0], 0, q.shape[1], dtype=torch.float32)
+        return _join(outs, dim=2), _join(lses, dim=1)
 
     # -- backward
 
     def backward(
-        self, dh1: Tensor, kept: list[Tensor], needs_grad: Sequence[bool]
+        self, dh1: Tensor, outputs: Outputs, needs_grad: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """dh and the weights' gradients; empties ``kept``."""
+        """dh and the weights' gradients; uses up ``outputs``."""
         bounds = (self.norm, self.query, self.key_value, self.output)
         flags = list(needs_grad)
         for bound in bounds:
             bound.needs_grad = [flags.pop(0) for _ in bound.weights]
         dx = torch.zeros_like(self.h, memory_format=torch.contiguous_format)  # of the normed input
         held: dict[int, tuple[Tensor, Tensor]] = {}
-        dheld: dict[int, list[Tensor]] = {}
+        dheld: dict[int, list[Tensor]] = {}  # gradients of what is held, as far as they are summed
         for index, stage in enumerate(self.plan.stages):
             if any(stage.kv_heads):
                 held[index] = self._project_key_value(stage)
-            dq = self._stage_backward(stage, dh1, kept, held, dheld)
-            self._query_backward(stage, dq, dx)
-            del dq
+            dqs = self._stage_backward(index, dh1, outputs, held, dheld)
+            due = stage.releases if self.s.sum_kv_gradients else stage.arrivals
+            # A rank without a kernel call on them has no gradient for K and V, but its part in sending it.
+            dkvs = [
+                (a, dheld.pop(a) if a in dheld else [torch.zeros_like(x) for x in held[a]]) for a in due
+            ]
             for arrival in stage.releases:
-                k, v = held.pop(arrival)
-                # A rank that is idle in all of the stages has no gradient for its share, of no heads.
-                dk, dv = dheld.pop(arrival, [k, v])
-                del k, v
-                self._key_value_backward(self.plan.stages[arrival], dk, dv, dx)
-                del dk, dv
+                del held[arrival]
+            outputs.after_kernel(
+                index
+            )  # what the kernel read is free: there is room for what is next
+            self._query_backward(stage, dqs, dx)
+            while dkvs:
+                arrival, dkv = dkvs.pop(0)
+                self._key_value_backward(self.plan.stages[arrival], dkv, dx)
         self.x = None
         dh = self._norm_backward(dh1, dx)
         return dh, [grad for bound in bounds for grad in bound.results()]
 
     def _stage_backward(
         self,
-        stage: Stage,
+        index: int,
         dh1: Tensor,
-        kept: list[Tensor],
+        outputs: Outputs,
         held: dict[int, tuple[Tensor, Tensor]],
         dheld: dict[int, list[Tensor]],
-    ) -> Tensor:
-        """Gradient of the stage's q [B, S, n, D]; those of k and v are added to ``dheld``."""
+    ) -> list[Tensor]:
+        """Gradient of the stage's q, as [B, S, n, D] of some heads each; those of k and v are added to
+        ``dheld``."""
+        stage = self.plan.stages[index]
         exchange = self._exchange(stage.q_heads)
-        out_packed, lse = kept.pop(0), kept.pop(0)
+        out_packed, lse = outputs.take(index)
         dout = exchange.seq_to_heads(self._output_backward(stage, dh1, out_packed))
         out = exchange.seq_to_heads(out_packed)
         del out_packed
         q = self._project_query(stage)
+        outputs.before_kernel(index)
         dqs = []
         for seg in stage.segments[self.s.rank]:
             heads, kv_heads = slice(seg.q_start, seg.q_stop), slice(seg.kv_start, seg.kv_stop)
@@ -183,14 +192,16 @@ class AttentionHalf:
             dqs.append(dq)
             first = seg.arrival not in dheld
             if first and dk.shape == held[seg.arrival][0].shape:
-                dheld[seg.arrival] = [dk, dv]  # the first stage's gradients become the sum
+                dheld[seg.arrival] = [dk, dv]  # the first call's gradients become the sum
             else:
                 if first:
                     dheld[seg.arrival] = [torch.zeros_like(x) for x in held[seg.arrival]]
                 for total, part in zip(dheld[seg.arrival], (dk, dv), strict=True):
                     total[:, :, kv_heads] += part
             del dk, dv
-        return _join(dqs, dim=2, empty=q)
+        return dqs or [
+            q
+        ]  # q of a rank that is idle at this stage has no heads, nor has its gradient
 
     def _output_backward(self, stage: Stage, dh1: Tensor, out_packed: Tensor) -> Tensor:
         """Packed gradient of the stage's out; the output weights' gradient is collected."""
@@ -207,18 +218,23 @@ class AttentionHalf:
         self.output.add_grads(stage.all_q_heads, sums)
         return dout
 
-    def _query_backward(self, stage: Stage, dq: Tensor, dx: Tensor) -> None:
+    def _query_backward(self, stage: Stage, dqs: list[Tensor], dx: Tensor) -> None:
+        """Empties ``dqs``."""
         exchange = self._exchange(stage.q_heads)
+        dq = _join(dqs, dim=2)
+        dqs.clear()
         packed = exchange.heads_to_seq(dq)
+        del dq
 
         def dq_tile(start: int, stop: int) -> list[Tensor]:
             return [exchange.read_rows(packed, start, stop)]
 
         self._projection_backward(self.query, stage.all_q_heads, dq_tile, dx)
 
-    def _key_value_backward(self, stage: Stage, dk: Tensor, dv: Tensor, dx: Tensor) -> None:
+    def _key_value_backward(self, stage: Stage, dkv: list[Tensor], dx: Tensor) -> None:
+        """Empties ``dkv``."""
         exchange = self._exchange(stage.kv_heads)
-        packed = [exchange.heads_to_seq(dk), exchange.heads_to_seq(dv)]
+        packed = [exchange.heads_to_seq(dkv.pop(0)), exchange.heads_to_seq(dkv.pop(0))]
         unique = _unique(stage.all_kv_heads)
 
         def dkv_tile(start: int, stop: int) -> list[Tensor]:
@@ -314,10 +330,7 @@ def _add_all(sums: Sequence[GradSum], grads: Sequence[Tensor | None]) -> None:
         total.add(grad)
 
 
-def _join(parts: list[Tensor], dim: int, empty: Tensor) -> Tensor:
-    """Concatenate; without parts (a rank that is idle at this stage) ``empty``, which has no heads."""
-    if not parts:
-        return empty
+def _join(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 

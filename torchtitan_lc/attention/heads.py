@@ -52,6 +52,11 @@ class Stage:
     releases: tuple[int, ...]
 
     @property
+    def arrivals(self) -> tuple[int, ...]:
+        """The stages with which the K/V arrived that some rank uses here."""
+        return tuple(sorted({seg.arrival for segments in self.segments for seg in segments}))
+
+    @property
     def all_q_heads(self) -> Heads:
         """Query heads of the stage, owner by owner: the order in which they are projected and sent."""
         return tuple(h for heads in self.q_heads for h in heads)

@@ -43,6 +43,10 @@ class Layout:
             return self.ulysses
         return math.lcm(2 * self.ring, self.ring * self.ulysses)
 
+    def tokens(self, seq_len: int) -> int:
+        """Tokens of a row of ``seq_len``, padded, that a rank holds."""
+        return -(-seq_len // self.multiple) * self.multiple // self.ranks
+
     def check(self, seq_len: int) -> None:
         if seq_len < self.multiple or seq_len % self.multiple:
             raise ValueError(

@@ -19,6 +19,7 @@ from torchtitan_lc.attention.heads import HeadPlan, plan_heads
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.ring import Ring
+from torchtitan_lc.ops.recompute import Outputs, next_slot
 
 
 class StagedStrategy:
@@ -27,7 +28,8 @@ class StagedStrategy:
     ulysses: the ranks that exchange heads. ring: those that pass K and V round, around the kernel
     (ring.py). heads_per_stage: query heads per rank and stage, None for all at once. tile_tokens:
     tokens projected at once (0: all). hold_normed_input: keep the normed input from the first
-    projection to the last, instead of making it again by tiles for each.
+    projection to the last, instead of making it again by tiles for each. sum_kv_gradients: sum the
+    gradients of K and V over the stages that use them before they travel, instead of sending each.
     """
 
     name = "staged"
@@ -41,6 +43,7 @@ class StagedStrategy:
         heads_per_stage: int | None = None,
         tile_tokens: int = 0,
         hold_normed_input: bool = False,
+        sum_kv_gradients: bool = True,
     ) -> None:
         self.kernel = kernel
         if ring.ranks > 1:
@@ -49,6 +52,7 @@ class StagedStrategy:
         self.heads_per_stage = heads_per_stage
         self.tile_tokens = tile_tokens
         self.hold_normed_input = hold_normed_input
+        self.sum_kv_gradients = sum_kv_gradients
         self.layout = Layout(ulysses.ranks, ring.ranks)
 
     def plan(self, n_heads: int, n_kv_heads: int) -> HeadPlan:
@@ -70,6 +74,14 @@ class StagedStrategy:
         if self.layout.ring > 1:
             text += f", inside a ring of {self.layout.ring} (zigzag)"
         return text
+
+    def kept_bytes(self, shape: AttentionShape, rows: int, tokens: int, itemsize: int) -> int:
+        """What one call keeps for backward on this rank: out of its ``tokens``, lse of its heads."""
+        out = rows * tokens * shape.n_heads * shape.head_dim * itemsize
+        heads = sum(
+            len(s.q_heads[self.rank]) for s in self.plan(shape.n_heads, shape.n_kv_heads).stages
+        )
+        return out + rows * tokens * self.ranks * heads * 4  # lse is fp32
 
     def attend(
         self,
@@ -105,19 +117,22 @@ class _Attend(Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.of = (strategy, projections, documents)
-        ctx.n_weights = len(weights)
+        ctx.slot = slot = next_slot()
         half = AttentionHalf(strategy, projections, documents, h, positions, weights)
-        h1, kept = half.forward()
+        h1, outputs = half.forward(slot)
+        kept = outputs.tensors() if slot is None else []
         ctx.save_for_backward(h, positions, *weights, *kept)
         return h1
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh1: Tensor) -> tuple[Tensor | None, ...]:
-        h, positions, *rest = ctx.saved_tensors
-        weights, kept = rest[: ctx.n_weights], rest[ctx.n_weights :]
-        del rest  # kept is used up stage by stage: nothing else may hold what is in it
         strategy, projections, documents = ctx.of
+        needs_grad = ctx.needs_input_grad[5:]
+        h, positions, *rest = ctx.saved_tensors  # reading them recomputes a checkpointed block
+        weights, kept = rest[: len(needs_grad)], rest[len(needs_grad) :]
+        outputs = Outputs.of(kept) if ctx.slot is None else ctx.slot.take()
+        del rest, kept  # outputs are used up stage by stage: nothing else may hold them
         half = AttentionHalf(strategy, projections, documents, h, positions, weights)
-        dh, dweights = half.backward(dh1.contiguous(), kept, ctx.needs_input_grad[5:])
+        dh, dweights = half.backward(dh1.contiguous(), outputs, needs_grad)
         return (None, None, None, dh, None, *dweights)

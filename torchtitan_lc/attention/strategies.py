@@ -23,9 +23,14 @@ def make_strategy(
     heads_per_stage: int = 1,
     tile_tokens: int = 0,
     hold_normed_input: bool = False,
+    sum_kv_gradients: bool = True,
 ) -> StagedStrategy:
     """Raises ValueError for a name that is no strategy, and for ranks that the strategy cannot use."""
-    common: dict[str, Any] = {"tile_tokens": tile_tokens, "hold_normed_input": hold_normed_input}
+    common: dict[str, Any] = {
+        "tile_tokens": tile_tokens,
+        "hold_normed_input": hold_normed_input,
+        "sum_kv_gradients": sum_kv_gradients,
+    }
     if name == "local":
         if ulysses.ranks * ring.ranks > 1:
             raise ValueError(

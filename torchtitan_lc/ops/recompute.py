@@ -1,95 +1,241 @@
 """What a checkpointed block hands from its forward to its recomputation.
 
-A block under activation checkpointing runs twice: once in forward, once in backward, where only the
-tensors that backward needs are of interest. Operations ask here which of the two is happening:
+A block under activation checkpointing runs up to three times, and its operations ask here which time
+it is:
 
-    forward, selective     with recording(tape):   the attention pushes its (out, lse)
-    recomputation          with replaying(tape):   the attention takes them back, its kernel does not run
-    recomputation, full    with replaying(None):   nothing was kept, everything is computed again
+    forward   the first time. Attention's results are kept if the block's tape says so (selective).
+    again     when one of the blocks after it, checkpointed together with it, needs its output. They are
+              taken from the tape, or computed and kept, so that attention does not run a third time.
+    replay    right before its own backward. They are taken, or computed, and belong to backward now.
+              The last operation need not produce its output, because nobody reads it.
 
-and in any recomputation the last operation of a block need not produce its output, because nobody
-reads it (`output_is_unused`).
-
-The state is a context variable: backward runs on a thread of autograd's own, and enters the
-context there.
+The state is a context variable: backward runs on a thread of autograd's own, and enters the context
+there. Recomputation only refills the tensors that the first graph saved, so what is kept beside them
+hangs on a slot that the first forward made.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+Phase = Literal["forward", "again", "replay"]
+
+
+class Stored(Protocol):
+    """A tensor in keeping: on its device, in host memory, or both."""
+
+    def fetch(self) -> None:
+        """Start bringing it back to its device, if it is not there."""
+
+    def get(self) -> Tensor:
+        """The tensor on its device, for use on the current stream."""
+
+    def leave(self) -> None:
+        """Give up the copy on the device where there is one in host memory."""
+
+    def take(self) -> Tensor:
+        """As `get`, for the last time: nothing keeps the tensor afterwards."""
+
+
+class Store(Protocol):
+    """Where the tensors of one block are kept.
+
+    early: fetch what is needed next before the kernel that runs until then, and keep what has come:
+    nothing is waited for, for more memory at the peak. Otherwise after it.
+    """
+
+    early: bool
+
+    def put(self, x: Tensor) -> Stored: ...
+
+    def let_go(self, tensors: Sequence[Stored]) -> None:
+        """They are not needed on the device until backward; what keeps them may `leave` them."""
+
+    def fetch_ahead(self) -> None:
+        """Start fetching what backward needs first of the block that it comes to next."""
+
+
+class _OnDevice:
+    def __init__(self, x: Tensor) -> None:
+        self._x: Tensor | None = x
+
+    def fetch(self) -> None:
+        pass
+
+    def get(self) -> Tensor:
+        assert self._x is not None
+        return self._x
+
+    def leave(self) -> None:
+        pass
+
+    def take(self) -> Tensor:
+        x, self._x = self.get(), None
+        return x
+
+
+class DeviceStore:
+    """Keeps tensors where they are."""
+
+    early = False
+
+    def put(self, x: Tensor) -> Stored:
+        return _OnDevice(x)
+
+    def let_go(self, tensors: Sequence[Stored]) -> None:
+        pass
+
+    def fetch_ahead(self) -> None:
+        pass
+
+
+class Outputs:
+    """Attention's (out, lse) of each stage of one call, from the kernel to the end of its backward."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self._store: Store = DeviceStore() if store is None else store
+        self._stages: list[tuple[Stored, Stored]] = []
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        self._stages.append((self._store.put(out), self._store.put(lse)))
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Outputs:
+        """From what `tensors` gave."""
+        outputs = cls()
+        for out, lse in zip(tensors[::2], tensors[1::2], strict=True):
+            outputs.add(out, lse)
+        return outputs
+
+    def outs(self) -> list[Tensor]:
+        for out, _ in self._stages:
+            out.fetch()
+        return [out.get() for out, _ in self._stages]
+
+    def let_go(self) -> None:
+        """They have been read for the block's output, and backward is still far."""
+        self._store.let_go([stored for pair in self._stages for stored in pair])
+
+    def await_backward(self) -> None:
+        """They have been read for the block's output, and backward is next, stage by stage."""
+        if not self._store.early:
+            for out, lse in self._stages[1:]:
+                out.leave()
+                lse.leave()
+
+    def before_kernel(self, stage: int) -> None:
+        """Backward is about to run the kernel of ``stage``."""
+        if self._store.early:
+            self._fetch_after(stage)
+
+    def after_kernel(self, stage: int) -> None:
+        if not self._store.early:
+            self._fetch_after(stage)
+
+    def take(self, stage: int) -> tuple[Tensor, Tensor]:
+        out, lse = self._stages[stage]
+        return out.take(), lse.take()
+
+    def tensors(self) -> list[Tensor]:
+        """out, lse, out, lse, ..."""
+        return [x.get() for pair in self._stages for x in pair]
+
+    def _fetch_after(self, stage: int) -> None:
+        if stage + 1 < len(self._stages):
+            for stored in self._stages[stage + 1]:
+                stored.fetch()
+        else:
+            self._store.fetch_ahead()
+
+
+class Slot:
+    """Of one attention call of a block: its results, while they are kept."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._outputs: Outputs | None = None
+
+    def recall(self) -> Outputs | None:
+        """The results that an earlier run kept, if any."""
+        return self._outputs
+
+    def new_outputs(self) -> Outputs:
+        return Outputs(self._tape.store if self._tape.keeps_now else None)
+
+    def offer(self, outputs: Outputs) -> None:
+        """``outputs`` have been read by this run; keep them if they are wanted later."""
+        if self._tape.phase == "replay":
+            outputs.await_backward()
+        elif self._tape.keeps_now:
+            outputs.let_go()
+        self._outputs = outputs if self._tape.keeps_now else None
+
+    def take(self) -> Outputs:
+        """For backward. Another pass through the same graph recomputes the block, and fills the slot."""
+        outputs, self._outputs = self._outputs, None
+        assert outputs is not None
+        return outputs
 
 
 @dataclass
 class Tape:
-    """Tensors kept by one block between forward and recomputation, first in, first out."""
+    """What one block keeps of its attention calls, in their order.
 
-    _entries: deque[tuple[Tensor, ...]] = field(default_factory=deque)
+    keeps_forward: from its first run on (selective); otherwise from the run that computes it again.
+    """
 
-    def push(self, tensors: tuple[Tensor, ...]) -> None:
-        self._entries.append(tensors)
+    keeps_forward: bool
+    store: Store = field(default_factory=DeviceStore)
+    phase: Phase = "forward"
+    _slots: list[Slot] = field(default_factory=list)
+    _next: int = 0
 
-    def pop(self) -> tuple[Tensor, ...]:
-        """The oldest entry; it leaves the tape, so that its memory goes as soon as its user is done.
+    @property
+    def keeps_now(self) -> bool:
+        return self.keeps_forward or self.phase != "forward"
 
-        Raises RuntimeError on an empty tape: a graph can be run backward only once.
-        """
-        if not self._entries:
-            raise RuntimeError(
-                "this block's kept attention outputs are used up: selective checkpointing allows one "
-                "backward pass per forward pass (retain_graph=True needs mode 'full' or 'none')"
-            )
-        return self._entries.popleft()
+    def restart(self, phase: Phase) -> None:
+        self.phase, self._next = phase, 0
 
-
-@dataclass(frozen=True)
-class _State:
-    tape: Tape | None
-    replay: bool
-
-
-_state: ContextVar[_State | None] = ContextVar("recompute_state", default=None)
+    def next_slot(self) -> Slot:
+        if self.phase == "forward":
+            self._slots.append(Slot(self))
+        self._next += 1
+        return self._slots[self._next - 1]
 
 
-class _Entered:
-    """Context manager that can be entered again: a graph kept with retain_graph recomputes twice."""
+_current: ContextVar[Tape | None] = ContextVar("current_tape", default=None)
 
-    def __init__(self, state: _State) -> None:
-        self._new = state
-        self._tokens: list[Token[_State | None]] = []
+
+class running(AbstractContextManager[None]):
+    """Context of one run of a block. Can be entered again: a graph kept with retain_graph is
+    recomputed twice."""
+
+    def __init__(self, tape: Tape, phase: Phase) -> None:
+        self._tape, self._phase = tape, phase
+        self._tokens: list[Token[Tape | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_state.set(self._new))
+        self._tape.restart(self._phase)
+        self._tokens.append(_current.set(self._tape))
 
     def __exit__(self, *exception: object) -> None:
-        _state.reset(self._tokens.pop())
+        _current.reset(self._tokens.pop())
 
 
-def recording(tape: Tape | None) -> AbstractContextManager[None]:
-    """Context of a checkpointed forward; with a tape, what it keeps goes there."""
-    return _Entered(_State(tape, replay=False))
-
-
-def replaying(tape: Tape | None) -> AbstractContextManager[None]:
-    """Context of the recomputation of the same block."""
-    return _Entered(_State(tape, replay=True))
-
-
-def tape_to_record() -> Tape | None:
-    state = _state.get()
-    return state.tape if state is not None and not state.replay else None
-
-
-def tape_to_replay() -> Tape | None:
-    state = _state.get()
-    return state.tape if state is not None and state.replay else None
+def next_slot() -> Slot | None:
+    """The place for the results of this call of attention; None outside of checkpointing."""
+    tape = _current.get()
+    return None if tape is None else tape.next_slot()
 
 
 def output_is_unused() -> bool:
-    """True while a block is recomputed: the output of its last operation is read by nobody."""
-    state = _state.get()
-    return state is not None and state.replay
+    """True while a block is replayed: the output of its last operation is read by nobody."""
+    tape = _current.get()
+    return tape is not None and tape.phase == "replay"

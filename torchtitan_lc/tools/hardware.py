@@ -49,14 +49,21 @@ def peak_flops(name: str) -> float | None:
     return next((f for pattern, f in _PEAK_BF16_FLOPS if re.search(pattern, name)), None)
 
 
+def device_memory(device: str) -> int:
+    """Bytes of memory of this process's device; of the host, where that is the device."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def describe_device(device: str) -> str:
     """One line for the start of the log: name, memory, peak, and the allocator's settings."""
     if device == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+        total = device_memory(device) / _GIB
         threads = torch.get_num_threads()
         return f"{device_name(device)}, {total:.1f} GiB of host memory, {threads} thread(s) a rank"
     name = device_name(device)
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / _GIB
+    total = device_memory(device) / _GIB
     peak = peak_flops(name)
     speed = f"peak {peak / 1e12:.0f} bf16 TFLOP/s" if peak else "peak speed not known, so no MFU"
     return f"{name}, {total:.1f} GiB, {speed}, allocator settings: {allocator_settings()}"

@@ -1,4 +1,4 @@
-"""What a block holds at its worst moment, in hidden-state buffers B, as rank 0 of 8.
+"""What blocks hold at their worst moment, in hidden-state buffers B, as rank 0 of 8.
 
 Real tensors of Llama 3 8B's proportions on torch's fake process group: real shapes and real frees, no
 peers. The kernel is a stand-in that allocates what a flash kernel does: its results and dq in fp32 beside
@@ -8,84 +8,126 @@ peers. The kernel is a stand-in that allocates what a flash kernel does: its res
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.bench_block import Loss, StandIn
 from tests.live_memory import LiveMemory
 
-WIDTH, TOKENS, TILE = 128, 32_768, 256
+WIDTH, TOKENS, TILE, BLOCKS = 128, 32_768, 1024, 3
 B = TOKENS * WIDTH * 4  # fp32 stands for the 16 bits of a real run, fp64 for its fp32
 
 
-def _measure(strategy_name: str, heads_per_stage: int, mode: Any, hold: bool, results: Any) -> None:
-    """(peak of forward, kept for backward, peak of backward), each without the block's weights."""
+@dataclass(frozen=True)
+class Case:
+    strategy: str = "upipe"
+    heads: int = 1
+    mode: Any = "selective"
+    hold: bool = False
+    sum_kv: bool = False
+    offload: bool = True
+    every: int = 1
+    early: bool = False
+
+
+def _measure(case: Case, results: Any) -> None:
+    """(peak of forward, kept for backward, peak of backward) of some blocks, without their weights and
+    what is on the host."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from benchmarks.shapes import Loss, StandIn
     from torchtitan_lc.attention.base import Peers
     from torchtitan_lc.attention.strategies import make_strategy
-    from torchtitan_lc.memory.checkpointing import checkpoint_block
+    from torchtitan_lc.memory.checkpointing import checkpoint_block, checkpoint_segment
+    from torchtitan_lc.memory.host_memory import HostMemory
+    from torchtitan_lc.memory.offload import HostCopies, Offload
+    from torchtitan_lc.memory.placement import Sizes, place_layers
     from torchtitan_lc.models.decoder.args import DecoderArgs
     from torchtitan_lc.models.decoder.model import Decoder
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    model = Decoder(DecoderArgs(WIDTH, 1, 32, 8, 448, 64))
+    model = Decoder(DecoderArgs(WIDTH, BLOCKS, 32, 8, 448, 64))
     model.init_weights(0)
     for parameter in model.parameters():
         # Weight gradients weigh nothing beside rows of a real length; here they would.
         parameter.requires_grad_(False)
     model.execution.strategy = make_strategy(
-        strategy_name,
+        case.strategy,
         StandIn(wide=torch.float64),
         ulysses=Peers(8, 0, dist.group.WORLD),
-        heads_per_stage=heads_per_stage,
+        heads_per_stage=case.heads,
         tile_tokens=TILE,
-        hold_normed_input=hold,
+        hold_normed_input=case.hold,
+        sum_kv_gradients=case.sum_kv,
     )
     model.execution.mlp_tokens = TILE
-    model.blocks[0].checkpoint = checkpoint_block(mode)
+    memory = HostMemory(torch.device("cpu"))
+    offload = Offload(memory, HostCopies(), early=case.early)
+    placements = place_layers(
+        BLOCKS,
+        Sizes(1, 1),
+        mode=case.mode,
+        every=case.every,
+        host_bytes=100 if case.offload else 0,
+    )
+    for i, (block, place) in enumerate(zip(model.blocks, placements, strict=True)):
+        block.checkpoint = checkpoint_block(
+            place.mode, lambda segment, place=place: offload.block_store(place, segment)
+        )
+        if case.every > 1 and place.keeps_input:
+            model.segments[i] = checkpoint_segment(lambda p=place: offload.segment_store(p))
     positions = torch.arange(TOKENS).view(1, -1)
     before = torch.zeros(1, TOKENS, WIDTH, requires_grad=True)
-    with LiveMemory() as live:
+    live = LiveMemory()
+    live.ignore(list(model.parameters()))
+    with live:
         h = before * 1  # as after another block
-        y = model.blocks[0](h, positions, None)
+        for start, stop in model._segments():
+            segment = model.segments[start]
+            if segment is not None:
+                h = segment(partial(model._run_blocks, start, stop), h, positions, None)
+                continue
+            for block in model.blocks[start:stop]:
+                h = block(h, positions, None)
+        forward = live.peak - memory.allocated
+        loss = Loss.apply(h)
         del h
-        forward = live.peak
-        loss = Loss.apply(y)
-        del y
-        kept = live.now
+        offload.settle()
+        kept = live.now - memory.allocated
         live.restart()
         loss.backward()
-    results.put((forward / B, kept / B, live.peak / B))
+    results.put((forward / B, kept / B, (live.peak - memory.allocated) / B))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "heads", "mode", "hold", "forward", "kept", "backward"),
+    ("case", "forward", "kept", "backward"),
     [
         # lse: one number for 4 of q's, so 1/4 of out's size with a head size of 4; 1/128 in a real run
-        ("upipe", 1, "selective", False, 4.45, 2.35, 6.8),
-        ("upipe", 1, "full", False, 3.35, 1.1, 6.8),
-        ("upipe", 2, "selective", False, 4.45, 2.35, 7.85),
-        ("ulysses", 1, "selective", False, 4.45, 2.35, 10.35),
-        ("upipe", 1, "selective", True, 4.5, 2.35, 7.8),
+        (Case(), 4.7, 1.05, 5.6),
+        (Case(mode="full"), 3.45, 1.05, 5.6),
+        (Case(sum_kv=True), 4.7, 1.05, 6.1),
+        (Case(hold=True), 4.7, 1.05, 6.6),
+        (Case(heads=2), 4.7, 1.05, 7.15),
+        (Case(strategy="ulysses"), 4.7, 1.05, 10.3),
+        (Case(early=True), 4.7, 1.05, 7.85),
+        (Case(every=2), 5.7, 1.05, 7.6),
+        (Case(every=2, mode="full"), 4.45, 1.05, 7.85),
+        (Case(offload=False), 9.2, 6.8, 11.05),
+        (Case(offload=False, mode="full"), 5.45, 3.05, 8.55),
     ],
+    ids=str,
 )
-def test_a_block_holds_no_more_than_its_schedule_needs(
-    strategy: str,
-    heads: int,
-    mode: str,
-    hold: bool,
-    forward: float,
-    kept: float,
-    backward: float,
+def test_blocks_hold_no_more_than_their_schedule_needs(
+    case: Case, forward: float, kept: float, backward: float
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
-    worker = context.Process(target=_measure, args=(strategy, heads, mode, hold, results))
+    worker = context.Process(target=_measure, args=(case, results))
     worker.start()
     got = results.get(timeout=60)
     worker.join()

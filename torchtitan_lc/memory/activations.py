@@ -1,0 +1,129 @@
+"""A model's blocks under activation checkpointing and offload, as the configuration asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.memory.checkpointing import (
+    LayerStore,
+    Run,
+    checkpoint_block,
+    checkpoint_segment,
+)
+from torchtitan_lc.memory.host_memory import HostMemory, available_bytes
+from torchtitan_lc.memory.offload import CudaCopies, HostCopies, Offload
+from torchtitan_lc.memory.placement import (
+    GIB,
+    LayerPlacement,
+    Sizes,
+    host_bytes_needed,
+    is_roomy,
+    place_layers,
+)
+from torchtitan_lc.tools.errors import UserError
+from torchtitan_lc.tools.hardware import device_memory
+from torchtitan_lc.tools.logging import logger
+
+
+class CheckpointedBlock(Protocol):
+    checkpoint: Run
+
+
+def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
+    """A key that spends a hidden-state buffer of ``buffer_bytes`` to save time."""
+    if isinstance(value, bool):
+        return value
+    return is_roomy(buffer_bytes, device_memory(device_type))
+
+
+def set_up_blocks(
+    blocks: Sequence[CheckpointedBlock], config: JobConfig, sizes: Sizes, device: torch.device
+) -> list[Run | None]:
+    """Give each block its checkpoint; returns, for each block, what runs the segment that begins with
+    it: None where every block keeps its own input, and inside a segment.
+
+    Raises UserError where the host has less memory than the plan needs.
+    """
+    ac = config.activation_checkpoint
+    placements = place_layers(
+        len(blocks),
+        sizes,
+        mode=ac.mode,
+        selective_layers=ac.selective_layers,
+        every=ac.block_inputs_every,
+        host_bytes=host_budget(config),
+    )
+    offload = None
+    if config.activation_offload.enable:
+        offload = _new_offload(config, placements, sizes, device)
+    segments: list[Run | None] = []
+    for block, placement in zip(blocks, placements, strict=True):
+        block.checkpoint = checkpoint_block(placement.mode, *_block_store(offload, placement))
+        alone = ac.mode == "none" or ac.block_inputs_every == 1
+        starts = placement.keeps_input and not alone
+        segments.append(checkpoint_segment(*_segment_store(offload, placement)) if starts else None)
+    return segments
+
+
+def _block_store(
+    offload: Offload | None, placement: LayerPlacement
+) -> tuple[()] | tuple[Callable[[LayerStore | None], LayerStore]]:
+    return () if offload is None else (lambda segment: offload.block_store(placement, segment),)
+
+
+def _segment_store(
+    offload: Offload | None, placement: LayerPlacement
+) -> tuple[()] | tuple[Callable[[], LayerStore]]:
+    return () if offload is None else (lambda: offload.segment_store(placement),)
+
+
+def host_budget(config: JobConfig) -> int:
+    """Bytes of host memory that this rank may use for activations; 0 without offload."""
+    settings = config.activation_offload
+    if not settings.enable:
+        return 0
+    if settings.host_memory_gib != "auto":
+        return int(settings.host_memory_gib * GIB)
+    if config.debug.share_offload_buffers:
+        return 2**62  # whatever the job's hosts have: this one holds a buffer of each size
+    return available_bytes(_ranks_on_node()) * 9 // 10
+
+
+def _new_offload(
+    config: JobConfig, placements: Sequence[LayerPlacement], sizes: Sizes, device: torch.device
+) -> Offload:
+    shared = config.debug.share_offload_buffers
+    needed, available = host_bytes_needed(placements, sizes), available_bytes(_ranks_on_node())
+    if needed > available and not shared:
+        raise UserError(
+            f"activation_offload.host_memory_gib = {config.activation_offload.host_memory_gib}: the plan "
+            f"takes {needed / GIB:.1f} GiB of host memory for this rank, but only "
+            f"{available / GIB:.1f} GiB are free for it; lower host_memory_gib, or set "
+            "activation_checkpoint.block_inputs_every or selective_layers to keep less"
+        )
+    early = resolve(config.activation_offload.early_fetch, sizes.input, device.type)
+    kept = {"inputs": 0, "outputs": 0, "again": 0}
+    for placement in placements:
+        kept["inputs"] += placement.input_on_host
+        kept["outputs"] += placement.outputs_on_host and placement.mode == "selective"
+        kept["again"] += placement.mode == "full"
+    logger.info(
+        f"Activations: {kept['inputs']} block inputs and {kept['outputs']} attention outputs of "
+        f"{len(placements)} layers go to the host, {needed / GIB:.1f} GiB per rank; attention runs "
+        f"again in {kept['again']} layers; fetched {'during' if early else 'after'} the kernel before"
+    )
+    if shared:
+        logger.warning(
+            "debug.share_offload_buffers: layers share their host buffers, the gradients are wrong"
+        )
+    copies = CudaCopies(device) if device.type == "cuda" else HostCopies()
+    return Offload(HostMemory(device, shared=shared), copies, early=early)
+
+
+def _ranks_on_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,119 @@
+"""Host buffers for copies to and from a GPU: of exact size, page-locked once, reused every step.
+
+torch's own page-locked memory is rounded up to a power of two (2.5 GiB takes 4), so ordinary memory is
+allocated and registered with CUDA instead. It is touched first while this process runs on the CPUs
+beside its GPU, so that the pages lie in that NUMA node's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostBuffer:
+    """data: bytes on the host. free_after: what has to have happened before they are overwritten."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.free_after: Any = None
+
+
+class HostMemory:
+    """The buffers of one rank.
+
+    shared: one buffer for all that have the same size. What is read back is then wrong: for measuring
+    a rank's GPU memory on a machine with less host memory than the job's.
+    """
+
+    def __init__(self, device: torch.device, *, shared: bool = False) -> None:
+        self.device = device
+        self.shared = shared
+        self.allocated = 0  # bytes
+        self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+
+    def take(self, n_bytes: int) -> HostBuffer:
+        free = self._free[n_bytes]
+        if free:
+            return free[0] if self.shared else free.pop()
+        buffer = HostBuffer(_page_locked(n_bytes, self.device))
+        self.allocated += n_bytes
+        if self.shared:
+            free.append(buffer)
+        return buffer
+
+    def give(self, buffer: HostBuffer) -> None:
+        if not self.shared:
+            self._free[buffer.data.numel()].append(buffer)
+
+
+def available_bytes(ranks_on_node: int) -> int:
+    """Host memory that a rank may take: its share of what the node, and this process's cgroup, have."""
+    room = [_meminfo()["MemAvailable"]]
+    cgroup = Path("/sys/fs/cgroup")
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, used = cgroup / limit_file, cgroup / used_file
+        if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+            room.append(int(limit.read_text()) - int(used.read_text()))
+    return max(min(room), 0) // ranks_on_node
+
+
+def _meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    parts = [line.split() for line in lines]
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in parts if len(words) == 3}
+
+
+def _page_locked(n_bytes: int, device: torch.device) -> Tensor:
+    data = torch.empty(n_bytes, dtype=torch.uint8)
+    if device.type != "cuda" or not n_bytes:
+        return data
+    with _beside(device):
+        error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), n_bytes, 0)
+    if int(error):
+        raise RuntimeError(
+            f"{n_bytes / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error "
+            f"{int(error)}): raise the limit (ulimit -l unlimited), or lower "
+            "activation_offload.host_memory_gib"
+        )
+    weakref.finalize(data, torch.cuda.cudart().cudaHostUnregister, data.data_ptr())
+    return data
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Run on the CPUs next to the GPU, where the system says which and allows it."""
+    before = os.sched_getaffinity(0)
+    beside = _cpus_beside(device) & before
+    if beside:
+        os.sched_setaffinity(0, beside)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cpus_beside(device: torch.device) -> set[int]:
+    p: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(p, "pci_bus_id"):
+        return set()
+    name = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+    path = Path("/sys/bus/pci/devices") / name / "local_cpulist"
+    cpus: set[int] = set()
+    if path.exists():
+        for part in filter(None, path.read_text().strip().split(",")):
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
