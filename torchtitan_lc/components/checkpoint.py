@@ -16,6 +16,9 @@ has, wherever they were saved from, so the data order survives another world siz
 Hyperparameters are not loaded: learning rate, betas and weight decay come from the config of the
 run that resumes. So an edit of the config takes effect, and the rate is a function of the step.
 
+A run that starts from Hugging Face weights reads them once, into step 0; its own steps are folders as
+above. What it gives back to Hugging Face lies in ``dump_folder/hf/step-N`` (hf_export.py).
+
 Which folder is loaded is decided by global rank 0 and told to the others, errors included: two
 ranks can neither start from different steps nor wait for one that gave up.
 """
@@ -46,7 +49,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lc.components import checkpoint_folders as folders
 from torchtitan_lc.components import checkpoint_reading as reading
+from torchtitan_lc.components import hf_folder
 from torchtitan_lc.components.agreement import all_or_none, from_rank_zero
+from torchtitan_lc.components.hf_export import Exporter
+from torchtitan_lc.components.hf_folder import HuggingFaceForm
 from torchtitan_lc.components.lr_scheduler import continue_at
 from torchtitan_lc.components.rng import rng_state, set_rng_state
 from torchtitan_lc.tools.errors import UserError
@@ -75,6 +81,7 @@ class CheckpointManager:
     dataloader:   its state is {"num_lanes": int, "fingerprint": ..., "lanes": {"lane<i>": {...}}}
                   with the lanes of this data-parallel rank only.
     model_identity:  name, flavor and what else tells a person which model wrote a checkpoint.
+    hf:  the model's form at Hugging Face; None if it has none, and the config asks for none.
 
     Works without a process group, too, as one process.
     """
@@ -90,6 +97,7 @@ class CheckpointManager:
         train_state: HasState,
         dataloader: HasState,
         model_identity: dict[str, Any],
+        hf: HuggingFaceForm | None = None,
     ) -> None:
         self.config = config
         self.dump_folder = dump_folder
@@ -100,6 +108,7 @@ class CheckpointManager:
         self.train_state = train_state
         self.dataloader = dataloader
         self.model_identity = model_identity
+        self.hf = hf
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         # A group of its own: an async save talks from another thread while training talks in the
         # default group, and two threads in one group mix up whose message is whose.
@@ -107,6 +116,7 @@ class CheckpointManager:
         if config.enable and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
         self._in_flight: tuple[int, Future[Any], float] | None = None
+        self._exporter = self._build_exporter()
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -115,14 +125,18 @@ class CheckpointManager:
 
         Collective. Raises UserError, the same on every rank, and has then written nothing.
         """
-        if not self.config.enable:
-            return 0
-        start = from_rank_zero(
-            lambda: folders.choose_start(self.config, self.dump_folder), self._group
-        )
+        assets = str(self.hf.assets) if self.hf and self.hf.assets else ""
+
+        def choose() -> folders.Start:
+            return folders.choose_start(self.config, self.dump_folder, assets)
+
+        start = from_rank_zero(choose, self._group)
         for note in start.notes if self._rank == 0 else ():
             logger.warning(note)
         if start.path is None:
+            return 0
+        if start.in_hf:
+            self._load_hf(start.path)
             return 0
         began = time.perf_counter()
         path = start.path
@@ -139,6 +153,35 @@ class CheckpointManager:
             seconds = time.perf_counter() - began
             logger.info(f"Loaded checkpoint {path} ({what}) in {seconds:.2f} s; step is {step}")
         return step
+
+    def _load_hf(self, path: Path) -> None:
+        """Fill the weights from a Hugging Face folder: each rank reads its own part of each tensor."""
+        if "model" in self.config.exclude_from_loading:
+            return
+        assert self.hf is not None, "preflight refuses models without a Hugging Face form"
+        began = time.perf_counter()
+        name = self.hf.name
+        tensors = self._tensors(["model"])
+        state = {name(ours.removeprefix("model.")): tensor for ours, tensor in tensors.items()}
+        shapes = {theirs: tuple(tensor.shape) for theirs, tensor in state.items()}
+
+        def check() -> None:
+            problem = hf_folder.misfit(path, shapes) or hf_folder.tied_copy_differs(path, shapes)
+            if problem:
+                raise UserError(problem)
+
+        from_rank_zero(check, self._group)
+        reader, problem = None, None
+        try:
+            reader = hf_folder.SafetensorsReader(path)
+        except UserError as error:  # of a node that has not the folder that rank 0 has
+            problem = str(error)
+        all_or_none(problem, self._group)
+        reading.read_into(state, path, self._group, reader=reader, advice="Download it again")
+        self._apply(["model"], tensors)
+        if self._rank == 0:
+            seconds = time.perf_counter() - began
+            logger.info(f"Loaded Hugging Face weights {path} in {seconds:.2f} s; step is 0")
 
     def _check_fits(self, path: Path, parts: list[str], wanted: dict[str, Any]) -> None:
         """Compare names and shapes with the checkpoint's description alone; no tensor is read."""
@@ -198,6 +241,8 @@ class CheckpointManager:
     def save(self, step: int, *, last_step: bool = False) -> bool:
         """Save if ``step`` (completed updates) is due; return whether it was. Collective.
 
+        Exports for Hugging Face, by ``hf_interval`` and ``last_save_in_hf``, are made here too.
+
         Due: the last step always, every ``interval``, and step 1 with
         ``enable_first_step_checkpoint``. With async_mode "async" the call returns when everything
         is copied to host memory, and what is saved is what was true at the call. One save is in
@@ -207,12 +252,22 @@ class CheckpointManager:
         Raises UserError when the files cannot be written; older checkpoints are then untouched.
         """
         config = self.config
-        first = step == 1 and config.enable_first_step_checkpoint
         if not config.enable or config.load_only:
             return False
-        if not (last_step or first or step % config.interval == 0):
-            return False
-        self.wait()
+        first = step == 1 and config.enable_first_step_checkpoint
+        is_due = last_step or first or step % config.interval == 0
+        if is_due:
+            self._save_step(step, last_step)
+        if self._exporter is not None and _export_is_due(config, step, last_step):
+            weights = _strip("model.", self._tensors(["model"]))
+            self._exporter.start(step, weights)
+            if last_step:
+                self._exporter.wait()
+        return is_due
+
+    def _save_step(self, step: int, last_step: bool) -> None:
+        config = self.config
+        self._wait_for_step()
         state = self._model_only() if last_step and config.last_save_model_only else self._full()
         path = from_rank_zero(lambda: folders.make_empty(self.folder / f"step-{step}"), self._group)
         arguments: dict[str, Any] = {
@@ -225,17 +280,21 @@ class CheckpointManager:
         began = time.perf_counter()
         if config.async_mode == "async" and not last_step:
             self._in_flight = (step, cast("Future[Any]", dcp.async_save(state, **arguments)), began)
-            return True
+            return
         try:
             with reading.no_single_process_warning():
                 dcp.save(state, **arguments)
         except CheckpointException as error:
             raise self._not_written(step, error) from error
         self._finished(step, began)
-        return True
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any; raises what it met. Collective."""
+        """Wait for the save and the export in flight, if any; raises what they met. Collective."""
+        self._wait_for_step()
+        if self._exporter is not None:
+            self._exporter.wait()
+
+    def _wait_for_step(self) -> None:
         if self._in_flight is None:
             return
         step, future, began = self._in_flight
@@ -247,12 +306,14 @@ class CheckpointManager:
         self._finished(step, began)
 
     def close(self) -> None:
-        """Let the save in flight finish its files. Call it before the process group is destroyed.
+        """Let what is in flight finish its files. Call it before the process group is destroyed.
 
         A run that ends well has called `wait`; so this is for one that failed, maybe on this rank
         alone. No other rank is asked for anything, no old step is removed, and what the save met is
         logged: raised, it would take the place of the error that ended the run.
         """
+        if self._exporter is not None:
+            self._exporter.close()
         if self._in_flight is None:
             return
         step, future, _ = self._in_flight
@@ -262,6 +323,18 @@ class CheckpointManager:
             if isinstance(error, CheckpointException):
                 error = self._not_written(step, error)
             logger.error(f"The save of step {step} failed too: {error}")
+
+    def _build_exporter(self) -> Exporter | None:
+        config = self.config
+        wanted = config.last_save_in_hf or config.hf_interval > 0
+        if not wanted or not config.enable or config.load_only:
+            return None
+        assert self.hf is not None, "preflight refuses models without a Hugging Face form"
+        group = None
+        if dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
+        folder = Path(self.dump_folder) / "hf"
+        return Exporter(folder, self.hf, _strip("model.", self._tensors(["model"])), group)
 
     def _full(self) -> dict[str, Any]:
         # Copies of plain values: whether async staging makes its own is torch's to change.
@@ -315,6 +388,11 @@ class CheckpointManager:
             "checkpoints are untouched; make room (or lower checkpoint.keep_latest_k) and run the "
             "same command to continue from the newest one"
         )
+
+
+def _export_is_due(config: CheckpointConfig, step: int, last_step: bool) -> bool:
+    at_interval = config.hf_interval > 0 and step % config.hf_interval == 0
+    return at_interval or (last_step and config.last_save_in_hf)
 
 
 def _strip(prefix: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_lc.components.checkpoint_reading import read_metadata
+from torchtitan_lc.components.hf_folder import has_weights
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
 
@@ -53,10 +54,12 @@ class StepFolder:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. ``path`` None: nothing is loaded. ``notes`` are warnings for the user."""
+    """Where a run begins. ``path`` None: nothing is loaded; with ``in_hf`` it is a folder of Hugging
+    Face weights, else a step folder. ``notes`` are warnings for the user."""
 
     path: Path | None = None
     model_only: bool = False
+    in_hf: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -64,15 +67,19 @@ def checkpoint_folder(config: CheckpointConfig, dump_folder: str | Path) -> Path
     return Path(dump_folder) / config.folder
 
 
-def choose_start(config: CheckpointConfig, dump_folder: str | Path) -> Start:
+def choose_start(
+    config: CheckpointConfig, dump_folder: str | Path, hf_assets_path: str = ""
+) -> Start:
     """The job's own newest resumable step, else ``initial_load_path``, else nothing.
+
+    hf_assets_path: of the model; the default of ``initial_load_path`` with ``initial_load_in_hf``.
 
     Raises UserError when the asked-for step is missing or unusable, when only model weights are
     left to resume from, when every finished checkpoint is damaged, when ``initial_load_path`` is no
     complete checkpoint, or when ``exclude_from_loading`` names something unknown.
     """
     if not config.enable:
-        return Start()
+        return Start(notes=tuple(_weights_left_unread(hf_assets_path)))
     unknown = [name for name in config.exclude_from_loading if name not in PARTS]
     if unknown:
         raise UserError(
@@ -96,7 +103,7 @@ def choose_start(config: CheckpointConfig, dump_folder: str | Path) -> Start:
     else:
         chosen, notes = find_latest(folder)
     if chosen is None:
-        return _initial(config, notes)
+        return _initial(config, notes, hf_assets_path)
     if config.initial_load_path:
         notes.append(
             f"checkpoint.initial_load_path = {config.initial_load_path} is ignored: "
@@ -244,16 +251,30 @@ def _passed_over(other: StepFolder, chosen: StepFolder | None) -> str:
     return f"checkpoint {other.path} is skipped: {reason}; {instead}"
 
 
-def _initial(config: CheckpointConfig, notes: list[str]) -> Start:
+def _initial(config: CheckpointConfig, notes: list[str], hf_assets_path: str) -> Start:
+    if config.initial_load_in_hf:
+        folder = config.initial_load_path or hf_assets_path
+        if not folder:
+            raise UserError(
+                "checkpoint.initial_load_in_hf = true, but no folder is named: set "
+                "model.hf_assets_path, or checkpoint.initial_load_path if the weights lie elsewhere"
+            )
+        return Start(Path(folder), model_only=True, in_hf=True, notes=tuple(notes))
     if not config.initial_load_path:
-        return Start(notes=tuple(notes))
+        return Start(notes=(*notes, *_weights_left_unread(hf_assets_path)))
     path = Path(config.initial_load_path)
     found = inspect(path)
     if found.state != "complete":
         reason = found.reason if path.is_dir() else "there is no such folder"
+        advice = "Name a step folder itself, such as outputs/checkpoint/step-500"
+        if has_weights(path):
+            reason, advice = (
+                "it is a Hugging Face folder",
+                "Set checkpoint.initial_load_in_hf = true to load it",
+            )
         raise UserError(
             f"checkpoint.initial_load_path = {str(path)!r} is not a complete checkpoint: {reason}. "
-            "Name a step folder itself, such as outputs/checkpoint/step-500"
+            f"{advice}"
         )
     if found.model_only and not config.initial_load_model_only:
         raise UserError(
@@ -261,6 +282,15 @@ def _initial(config: CheckpointConfig, notes: list[str]) -> Start:
             "checkpoint.initial_load_model_only at true"
         )
     return Start(path, model_only=config.initial_load_model_only, notes=tuple(notes))
+
+
+def _weights_left_unread(hf_assets_path: str) -> list[str]:
+    if not hf_assets_path or not has_weights(hf_assets_path):
+        return []
+    return [
+        f"model.hf_assets_path = {hf_assets_path} holds weights, but training starts from random ones: "
+        "to load them set checkpoint.enable and checkpoint.initial_load_in_hf to true"
+    ]
 
 
 def _bytes_needed(metadata: Metadata) -> dict[str, int]:

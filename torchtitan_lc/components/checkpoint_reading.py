@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_lc.tools.errors import UserError
 
@@ -89,21 +90,29 @@ def read_into(
     group: dist.ProcessGroup | None = None,
     *,
     alone: bool = False,
+    reader: StorageReader | None = None,
+    advice: str = "Move that folder away to continue from the step before it",
 ) -> None:
     """Fill ``state`` from a checkpoint: tensors in place, whole or sharded; plain values replaced.
 
-    Collective over ``group``, unless ``alone``. Raises UserError, on every rank, if something
-    cannot be read.
+    reader: of another format than a step folder's. Collective over ``group``, unless ``alone``.
+    Raises UserError, on every rank, if something cannot be read; it ends with ``advice``.
     """
     # Flattening of either kind would put plain values into a copy of the dict, where they are lost.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with no_single_process_warning():
-            dcp.load(state, checkpoint_id=path, planner=planner, process_group=group, no_dist=alone)
+            dcp.load(
+                state,
+                checkpoint_id=path,
+                storage_reader=reader,
+                planner=planner,
+                process_group=group,
+                no_dist=alone,
+            )
     except CheckpointException as error:
         raise UserError(
-            f"checkpoint {path} cannot be read: {first_failure(error)!r}. Move that folder away to "
-            "continue from the step before it"
+            f"checkpoint {path} cannot be read: {first_failure(error)!r}. {advice}"
         ) from error
 
 

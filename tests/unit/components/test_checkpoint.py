@@ -95,7 +95,7 @@ def test_tied_weights_are_saved_and_stay_tied(tmp_path: Path) -> None:
 
     def run() -> tuple[Tied, CheckpointManager]:
         model = Tied()
-        optimizer = build_optimizer(model.named_parameters(), Optimizer(), "cpu")
+        optimizer = build_optimizer(model.named_parameters(), Optimizer())
         manager = CheckpointManager(
             config(),
             tmp_path,
