@@ -16,10 +16,21 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT, environment, spread, without_paths, write
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    Record,
+    environment,
+    markdown,
+    shown,
+    spread,
+    without_paths,
+    write,
+)
 
 
 def run(config: str, steps: int, flags: list[str]) -> dict[str, Any]:
@@ -58,6 +69,16 @@ def run(config: str, steps: int, flags: list[str]) -> dict[str, Any]:
         return result
 
 
+def table(results: Sequence[Record]) -> str:
+    rows = []
+    for r in results:
+        figures = [shown(r.get("time_s"), 2), shown(r.get("tps"), 0), shown(r.get("memory_gib"), 1)]
+        failed = "" if r["exit_code"] == 0 else f"exit code {r['exit_code']}"
+        rows.append([f"`{r['name']}`", f"`{r['commit'][:7]}`", *figures, failed])
+    headers = ["record", "commit", "s per step", "tokens/s per GPU", "reserved, GiB", "failed"]
+    return markdown(headers, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--name", required=True)
@@ -65,7 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args, flags = parser.parse_known_args()
-    result = {**environment(), **run(args.config, args.steps, flags)}
+    result = {**environment("bench_train"), **run(args.config, args.steps, flags)}
     write(args.name, result, args.out)
     summary = {key: result.get(key) for key in ("exit_code", "time_s", "tps", "memory_gib")}
     losses = [round(line["loss"], 4) for line in result.get("steps", [])]

@@ -137,6 +137,7 @@ class Trainer:
             tile_tokens=config.tiling.projection_tokens,
             hold_normed_input=resolve(attention.hold_normed_input, buffer, device.type),
             sum_kv_gradients=resolve(attention.sum_kv_gradients, buffer, device.type),
+            overlap_exchange=resolve(attention.overlap_exchange, buffer, device.type),
         )
         tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
         self.loader = build_loader(

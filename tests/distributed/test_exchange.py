@@ -28,13 +28,13 @@ def _round_trip(rank: int, world_size: int) -> None:
             for start in range(0, T, 2):  # tiles: strided views of a wider tensor
                 exchange.write_rows(packed, start, mine[:, start : start + 2])
             assert torch.equal(exchange.read_rows(packed, 1, 4), mine[:, 1:4])
-            received = exchange.seq_to_heads(packed)
+            received = exchange.seq_to_heads(packed).arrive()
             first = sum(counts[:rank])
             assert torch.equal(received, whole[:, :, first : first + counts[rank]])
-            assert torch.equal(exchange.heads_to_seq(received), packed)
+            assert torch.equal(exchange.heads_to_seq(received).arrive(), packed)
             # What a kernel returns may be strided: the code that sends makes it contiguous.
             strided = received.transpose(1, 2).contiguous().transpose(1, 2)
-            assert torch.equal(exchange.heads_to_seq(strided), packed)
+            assert torch.equal(exchange.heads_to_seq(strided).arrive(), packed)
 
 
 def test_tokens_and_heads_arrive_in_order_and_come_back() -> None:
@@ -45,7 +45,7 @@ def test_tokens_and_heads_arrive_in_order_and_come_back() -> None:
 def _one_row(rank: int, world_size: int) -> None:
     exchange = HeadExchange((2, 2), rank, 1, T, D, dist.group.WORLD)
     sent = torch.randn(exchange.packed_numel)
-    heads = exchange.seq_to_heads(sent)
+    heads = exchange.seq_to_heads(sent).arrive()
     # A buffer of the received size and nothing more: the whole sequence, in order, without a copy.
     assert heads.is_contiguous()
     assert heads.untyped_storage().nbytes() == heads.numel() * 4

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.helpers import run_distributed
 from tests.tiny import register_tiny, tiny_config
 from torchtitan_lc.attention import ring
-from torchtitan_lc.attention.comm import HeadExchange
+from torchtitan_lc.attention.comm import HeadExchange, Travelling
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.trainer import Trainer
@@ -22,9 +22,11 @@ from torchtitan_lc.trainer import Trainer
 def _lose_order() -> None:
     right = HeadExchange.seq_to_heads
 
-    def wrong(self: HeadExchange, packed: Tensor) -> Tensor:
-        x = right(self, packed)
-        return x.roll(1, dims=1) if len(self.counts) > 1 else x  # every token one place off
+    def wrong(self: HeadExchange, packed: Tensor, *, overlap: bool = False) -> Travelling:
+        sent = right(self, packed, overlap=overlap)
+        if len(self.counts) == 1:
+            return sent
+        return Travelling(lambda: sent.arrive().roll(1, dims=1))  # every token one place off
 
     HeadExchange.seq_to_heads = wrong  # type: ignore[method-assign]
 

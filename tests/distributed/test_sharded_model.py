@@ -272,20 +272,23 @@ def _angles(rank: int, world_size: int, tmp: str) -> None:
         "job.dump_folder": tmp,
         "parallelism.context_parallel_degree": 2,
         "training.mixed_precision_param": "bfloat16",
+        "tiling.projection_tokens": 0,
     }
     trainer = _trainer(settings, rows)
     functions: Any = trainer.module.functions
-    apply, rope, seen = functions.rope.apply, functions.rope, []
+    rotate, rope, seen = functions.rope.rotate, functions.rope, []
+    layout, rank = trainer.strategy.layout, dist.get_rank()
+    positions = layout.shard({"p": rows["positions"]}, rank)["p"]
+    exact_angles = rope.angles(positions, torch.float64)
 
-    def watched(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rotated = apply(x, positions)
+    def watched(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        rotated = rotate(x, angles)
         assert x.dtype == rotated.dtype == torch.bfloat16
-        assert positions.dtype == torch.int64 and rope.inv_freq().dtype == torch.float64
-        exact = apply(x.double(), positions)
+        exact = rotate(x.double(), exact_angles)
         seen.append(((rotated - exact).abs().max() / exact.abs().max()).item())
         return rotated
 
-    rope.apply = watched
+    rope.rotate = watched
     with trainer.metrics(start=0) as metrics:
         trainer.train_step(metrics)
     assert seen and max(seen) <= 2**-8, max(seen)  # the result's own rounding, no more

@@ -45,8 +45,8 @@ class Projections:
     """A model's attention, for any subset of its heads.
 
     norm:      fn(h [B,t,M], *w) -> x [B,t,M]
-    query:     fn(x [B,t,M], positions [B,t], *w) -> q [B,t,n,D]
-    key_value: fn(x [B,t,M], positions [B,t], *w) -> k, v [B,t,m,D]
+    query:     fn(x [B,t,M], places [B,t,...], *w) -> q [B,t,n,D]
+    key_value: fn(x [B,t,M], places [B,t,...], *w) -> k, v [B,t,m,D]
     output:    fn(o [B,t,n,D], *w) -> y [B,t,M], linear in the heads (no bias: it would be added once
                per stage)
     scale:     factor on the scores before softmax; causal: a token sees none after it
@@ -98,13 +98,14 @@ class Strategy(Protocol):
     def attend(
         self,
         h: Tensor,
-        positions: Tensor,
+        places: Tensor,
         projections: Projections,
         documents: Documents | None = None,
     ) -> Tensor:
         """h + output(attention(query, key, value of norm(h))): [B, T, M] -> [B, T, M].
 
-        positions [B, T] int64 of this rank's tokens. documents: those of the whole rows, the same on all
+        places [B, T, ...]: what the projections take of each of this rank's tokens beside x: positions, or
+        angles made of them. No gradient. documents: those of the whole rows, the same on all
         ranks; None where every row is one. Collective over the strategy's ranks, forward and backward.
         """
 

@@ -9,6 +9,9 @@ all_to_all_single sends. With one row (B = 1) what arrives, [U(source), T, n, D]
 sequence in order: neither direction copies. Tiles of rows are written to and read from the packed
 buffer directly, so that no second full-size buffer exists.
 
+With overlap an exchange runs on the communication stream while the current one goes on; otherwise the
+current stream waits for it at once.
+
 Counts are stated, never communicated (a collective only to learn a shape deadlocks under
 recomputation), and every rank calls every exchange of a stage in the same order, also a rank that has
 no head in it.
@@ -18,11 +21,30 @@ Letters: B rows, T tokens of a rank, S all tokens, U ranks, n_u heads of rank u 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+class Travelling:
+    """A tensor that peers are sending: `arrive` once, before its first use on the current stream."""
+
+    def __init__(
+        self, arrived: Callable[[], torch.Tensor], under_way: tuple[Any, torch.Tensor] | None = None
+    ) -> None:
+        self._arrived: Callable[[], torch.Tensor] | None = arrived
+        self._under_way = under_way  # with what is being sent, which must not be freed until then
+
+    def arrive(self) -> torch.Tensor:
+        assert self._arrived is not None
+        if self._under_way is not None:
+            self._under_way[0].wait()
+        arrived, self._arrived, self._under_way = self._arrived, None, None
+        return arrived()
 
 
 @dataclass(frozen=True)
@@ -78,32 +100,50 @@ class HeadExchange:
         """Tokens start..stop of all heads: [B, t, sum(counts), D] (a view when one rank owns all)."""
         return join_heads(self.row_views(packed, start, stop))
 
-    def seq_to_heads(self, packed: torch.Tensor) -> torch.Tensor:
+    def seq_to_heads(self, packed: torch.Tensor, *, overlap: bool = False) -> Travelling:
         """packed [sum(counts) heads of my tokens] -> [B, S, n_mine, D], tokens in sequence order."""
         ranks = len(self.counts)
         if ranks == 1:
-            return packed.view(self.batch, self.tokens, self.mine, self.head_dim)
+            there = packed.view(self.batch, self.tokens, self.mine, self.head_dim)
+            return Travelling(lambda: there)
         received = packed.new_empty(ranks * self._block_sizes()[self.rank])
         sizes = [self._block_sizes()[self.rank]] * ranks
-        dist.all_to_all_single(received, packed, sizes, self._block_sizes(), group=self.group)
-        by_source = received.view(ranks, self.batch, self.tokens, self.mine, self.head_dim)
-        # [U, B, T, n, D] -> [B, U*T, n, D]; a view when B == 1
-        return by_source.transpose(0, 1).reshape(
-            self.batch, ranks * self.tokens, self.mine, self.head_dim
-        )
 
-    def heads_to_seq(self, x: torch.Tensor) -> torch.Tensor:
+        def arrived() -> torch.Tensor:
+            by_source = received.view(ranks, self.batch, self.tokens, self.mine, self.head_dim)
+            # [U, B, T, n, D] -> [B, U*T, n, D]; a view when B == 1
+            return by_source.transpose(0, 1).reshape(
+                self.batch, ranks * self.tokens, self.mine, self.head_dim
+            )
+
+        return self._send(received, packed, sizes, self._block_sizes(), overlap, arrived)
+
+    def heads_to_seq(self, x: torch.Tensor, *, overlap: bool = False) -> Travelling:
         """[B, S, n_mine, D] -> packed [sum(counts) heads of my tokens]; the inverse of seq_to_heads."""
         ranks = len(self.counts)
         if ranks == 1:
-            return x.contiguous().view(-1)
+            there = x.contiguous().view(-1)
+            return Travelling(lambda: there)
         by_target = x.view(self.batch, ranks, self.tokens, self.mine, self.head_dim)
         # [B, U*T, n, D] -> [U, B, T, n, D]; a view when B == 1
         send = by_target.transpose(0, 1).contiguous().view(-1)
         received = x.new_empty(self.packed_numel)
         sizes = [self._block_sizes()[self.rank]] * ranks
-        dist.all_to_all_single(received, send, self._block_sizes(), sizes, group=self.group)
-        return received
+        return self._send(received, send, self._block_sizes(), sizes, overlap, lambda: received)
+
+    def _send(
+        self,
+        received: torch.Tensor,
+        send: torch.Tensor,
+        receive_sizes: list[int],
+        send_sizes: list[int],
+        overlap: bool,
+        arrived: Callable[[], torch.Tensor],
+    ) -> Travelling:
+        work = dist.all_to_all_single(
+            received, send, receive_sizes, send_sizes, group=self.group, async_op=overlap
+        )
+        return Travelling(arrived, (work, send) if overlap else None)
 
     def _block_sizes(self) -> list[int]:
         return [self.batch * self.tokens * count * self.head_dim for count in self.counts]

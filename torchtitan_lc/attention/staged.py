@@ -27,9 +27,11 @@ class StagedStrategy:
 
     ulysses: the ranks that exchange heads. ring: those that pass K and V round, around the kernel
     (ring.py). heads_per_stage: query heads per rank and stage, None for all at once. tile_tokens:
-    tokens projected at once (0: all). hold_normed_input: keep the normed input from the first
-    projection to the last, instead of making it again by tiles for each. sum_kv_gradients: sum the
-    gradients of K and V over the stages that use them before they travel, instead of sending each.
+    tokens projected at once (0: all).
+    Three that spend memory on time: hold_normed_input keeps the normed input from the first projection
+    to the last, instead of making it again by tiles for each; sum_kv_gradients sums the gradients of K
+    and V over the stages that use them before they travel, instead of sending each; overlap_exchange
+    exchanges while the kernel of another stage runs, with the buffers of one more stage.
     """
 
     name = "staged"
@@ -44,6 +46,7 @@ class StagedStrategy:
         tile_tokens: int = 0,
         hold_normed_input: bool = False,
         sum_kv_gradients: bool = True,
+        overlap_exchange: bool = False,
     ) -> None:
         self.kernel = kernel
         if ring.ranks > 1:
@@ -53,6 +56,7 @@ class StagedStrategy:
         self.tile_tokens = tile_tokens
         self.hold_normed_input = hold_normed_input
         self.sum_kv_gradients = sum_kv_gradients
+        self.overlap_exchange = overlap_exchange
         self.layout = Layout(ulysses.ranks, ring.ranks)
 
     def plan(self, n_heads: int, n_kv_heads: int) -> HeadPlan:
@@ -86,7 +90,7 @@ class StagedStrategy:
     def attend(
         self,
         h: Tensor,
-        positions: Tensor,
+        places: Tensor,
         projections: Projections,
         documents: Documents | None = None,
     ) -> Tensor:
@@ -100,7 +104,7 @@ class StagedStrategy:
             )
             for w in part.weights
         ]
-        return _Attend.apply(self, projections, documents, h, positions, *weights)
+        return _Attend.apply(self, projections, documents, h, places, *weights)
 
 
 class _Attend(Function):
@@ -113,15 +117,15 @@ class _Attend(Function):
         projections: Projections,
         documents: Documents | None,
         h: Tensor,
-        positions: Tensor,
+        places: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         ctx.of = (strategy, projections, documents)
         ctx.slot = slot = next_slot()
-        half = AttentionHalf(strategy, projections, documents, h, positions, weights)
+        half = AttentionHalf(strategy, projections, documents, h, places, weights)
         h1, outputs = half.forward(slot)
         kept = outputs.tensors() if slot is None else []
-        ctx.save_for_backward(h, positions, *weights, *kept)
+        ctx.save_for_backward(h, places, *weights, *kept)
         return h1
 
     @staticmethod
@@ -129,10 +133,10 @@ class _Attend(Function):
     def backward(ctx: Any, dh1: Tensor) -> tuple[Tensor | None, ...]:
         strategy, projections, documents = ctx.of
         needs_grad = ctx.needs_input_grad[5:]
-        h, positions, *rest = ctx.saved_tensors  # reading them recomputes a checkpointed block
+        h, places, *rest = ctx.saved_tensors  # reading them recomputes a checkpointed block
         weights, kept = rest[: len(needs_grad)], rest[len(needs_grad) :]
         outputs = Outputs.of(kept) if ctx.slot is None else ctx.slot.take()
         del rest, kept  # outputs are used up stage by stage: nothing else may hold them
-        half = AttentionHalf(strategy, projections, documents, h, positions, weights)
+        half = AttentionHalf(strategy, projections, documents, h, places, weights)
         dh, dweights = half.backward(dh1.contiguous(), outputs, needs_grad)
         return (None, None, None, dh, None, *dweights)

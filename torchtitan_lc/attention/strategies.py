@@ -24,12 +24,14 @@ def make_strategy(
     tile_tokens: int = 0,
     hold_normed_input: bool = False,
     sum_kv_gradients: bool = True,
+    overlap_exchange: bool = False,
 ) -> StagedStrategy:
     """Raises ValueError for a name that is no strategy, and for ranks that the strategy cannot use."""
     common: dict[str, Any] = {
         "tile_tokens": tile_tokens,
         "hold_normed_input": hold_normed_input,
         "sum_kv_gradients": sum_kv_gradients,
+        "overlap_exchange": overlap_exchange,
     }
     if name == "local":
         if ulysses.ranks * ring.ranks > 1:

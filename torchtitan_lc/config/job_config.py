@@ -267,6 +267,11 @@ class Attention:
     """Sum the gradients of K and V over the upipe stages that share them before they go back, instead
     of sending those of each stage: two more buffers of a stage's KV heads at the peak, fewer
     exchanges. `auto`: as for hold_normed_input."""
+    overlap_exchange: bool | Literal["auto"] = "auto"
+    """Project and send the heads of the next upipe stage before the kernel of this one, so that
+    exchanges run beside kernels, in both directions: the buffers of one more stage (q, k, v; in
+    backward also out and its gradient). No effect on a single rank. `auto`: as for
+    hold_normed_input."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
     whole on one, and stop if loss or gradients differ. A few seconds; no effect when
@@ -437,14 +442,6 @@ class Plan:
     """Nodes of the job."""
     gpus_per_node: int = 8
     """GPUs of each; with nodes it replaces what NGPU and NNODES say when a job starts."""
-    search: bool = False
-    """Look for the longest length that fits, and for the fastest configuration at training.seq_len;
-    prints both and writes them as TOML files."""
-    search_folder: str = "."
-    """Folder of the files that plan.search writes."""
-    ladder: str = ""
-    """Write a plot to this file (.png, .svg or .pdf; extra `plot`): what each measure saves at
-    training.seq_len, and memory against length for the strategies."""
     machine: PlanMachine = field(default_factory=PlanMachine)
     """Figures of your own: section [plan.machine]."""
 

@@ -30,7 +30,7 @@ def shard_units(
 
     Weights are gathered in ``param_dtype``, gradients summed over ranks in ``reduce_dtype``; the shards
     keep the dtype they have. Forward inputs are not cast: blocks get hidden states that already have
-    param_dtype, and integer positions.
+    param_dtype, and angles that must keep theirs.
 
     cpu_offload: shards and their gradients live in host memory (page-locked where the mesh is one of
     GPUs); a unit's shards go to the device when it is gathered. Materialise the model on the CPU then.

@@ -25,9 +25,10 @@ def _attention(strategy: StagedStrategy, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     h, dy = torch.randn(2, 1, 256, 256, generator=generator).bfloat16().to(dtype)
     h.requires_grad_()
-    positions = torch.arange(256).view(1, -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = model.functions.rope.angles(torch.arange(256).view(1, -1), wide)
     projections = block.attention.projections(block.attention_norm.weight)
-    y = strategy.attend(h, positions, projections)
+    y = strategy.attend(h, angles, projections)
     weights = [block.attention_norm.weight, *block.attention.parameters()]
     dh, *dweights = torch.autograd.grad(y, [h, *weights], dy)
     return [(y - h).detach(), dh - dy, *dweights]

@@ -30,7 +30,7 @@ class Alone(PeerBlock):
 
 def _setting() -> Setting:
     args, cpu = cut(FLAVORS["debugmodel"], 1), torch.device("cpu")
-    return Setting(args, cpu, torch.float32, 0, 0, False, True, False, "eager")
+    return Setting(args, cpu, torch.float32, 0, 0, False, True, False, False, "eager")
 
 
 def _grads(make: Callable[[Setting, dict[str, Tensor]], BlockCase | PeerBlock]) -> Grads:

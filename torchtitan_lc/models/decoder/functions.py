@@ -21,23 +21,21 @@ from torchtitan_lc.ops.rope import Rope
 class Functions:
     def __init__(self, args: DecoderArgs) -> None:
         self.eps, self.head_dim = args.norm_eps, args.head_dim
-        self.linear_weights = (
-            2 if args.qkv_bias else 1
-        )  # of a projection to heads: a matrix, a bias
+        self.linear_weights = 2 if args.qkv_bias else 1  # to heads: a matrix, a bias
         self.qk_norm = args.qk_norm
         self.rope = Rope(args.head_dim, args.rope_theta, args.rope_scaling)
 
     def norm(self, h: Tensor, scale: Tensor) -> Tensor:
         return rms_norm(h, scale, self.eps)
 
-    def query(self, x: Tensor, positions: Tensor, *weights: Tensor) -> Tensor:
+    def query(self, x: Tensor, angles: Tensor, *weights: Tensor) -> Tensor:
         """weights: the matrix, then the bias and the norm's scale where the model has them."""
-        return self._rotated_heads(x, positions, weights)
+        return self._rotated_heads(x, angles, weights)
 
-    def key_value(self, x: Tensor, positions: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value(self, x: Tensor, angles: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         """weights: those of the key as `query` takes them, then the value's matrix and bias."""
         of_value = len(weights) - self.linear_weights
-        k = self._rotated_heads(x, positions, weights[:of_value])
+        k = self._rotated_heads(x, angles, weights[:of_value])
         return k, self._heads(F.linear(x, *weights[of_value:]))
 
     def output(self, out: Tensor, wo: Tensor) -> Tensor:
@@ -60,15 +58,15 @@ class Functions:
         """
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        for name in ("query", "key_value", "mlp_half", "loss"):
+        for name in ("norm", "query", "key_value", "output", "mlp_half", "loss"):
             compiled = torch.compile(getattr(self, name), backend=backend, dynamic=False)
             setattr(self, name, compiled)
 
-    def _rotated_heads(self, x: Tensor, positions: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    def _rotated_heads(self, x: Tensor, angles: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         heads = self._heads(F.linear(x, *weights[: self.linear_weights]))
         if self.qk_norm:
             heads = rms_norm(heads, weights[-1], self.eps)
-        return self.rope.apply(heads, positions)
+        return self.rope.rotate(heads, angles)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # [B, t, n*D] -> [B, t, n, D]

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import pairwise
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan_lc.attention.base import Projection, Projections, Strategy, Weight
@@ -99,7 +100,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h [B, T, M], positions [B, T], documents of the whole rows -> [B, T, M].
+    """h [B, T, M], rope's angles [B, T, D / 2], documents of the whole rows -> [B, T, M].
 
     checkpoint runs the two halves and decides what is kept of this block for backward.
     """
@@ -113,12 +114,12 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, h: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
-        return self.checkpoint(self._halves, h, positions, documents)
+    def forward(self, h: Tensor, angles: Tensor, documents: Documents | None) -> Tensor:
+        return self.checkpoint(self._halves, h, angles, documents)
 
-    def _halves(self, h: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
+    def _halves(self, h: Tensor, angles: Tensor, documents: Documents | None) -> Tensor:
         projections = self.attention.projections(self.attention_norm.weight)
-        h = self.execution.strategy.attend(h, positions, projections, documents)
+        h = self.execution.strategy.attend(h, angles, projections, documents)
         mlp = self.feed_forward
         return tiled(
             self.functions.mlp_half,
@@ -197,22 +198,23 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
-        self.functions.rope.inv_freq(tokens.device)  # made before compiled functions look for it
         h = self.tok_embeddings(tokens)
+        wide = torch.promote_types(h.dtype, torch.float32)
+        angles = self.functions.rope.angles(positions, wide)
         for start, stop in self._segments():
             segment = self.segments[start]
             if segment is not None:
-                h = segment(partial(self._run_blocks, start, stop), h, positions, documents)
+                h = segment(partial(self._run_blocks, start, stop), h, angles, documents)
                 continue
             for block in self.blocks[start:stop]:  # here, where nothing else holds the first h
-                h = block(h, positions, documents)
+                h = block(h, angles, documents)
         return self.head(h, labels, tied)
 
     def _run_blocks(
-        self, start: int, stop: int, h: Tensor, positions: Tensor, documents: Documents | None
+        self, start: int, stop: int, h: Tensor, angles: Tensor, documents: Documents | None
     ) -> Tensor:
         for block in self.blocks[start:stop]:
-            h = block(h, positions, documents)
+            h = block(h, angles, documents)
         return h
 
     def _segments(self) -> list[tuple[int, int]]:

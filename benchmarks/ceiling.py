@@ -1,0 +1,112 @@
+"""The least time that a block could take with these kernels: what its step time is measured against.
+
+    ceiling = each kernel call of a step, timed alone at its exact shape
+            + matrix products of the block, in FLOP, over the rate of one large bf16 product
+
+Both are measured in the same run as the step. Matrix products are those that mathematics and the
+checkpoint mode need: 2 N T forward, 4 N T backward and, where the block is recomputed, 2 N T more
+(N parameters, T tokens of the rank). What a schedule computes beyond that counts against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import Record
+from benchmarks.shapes import Call
+from benchmarks.timing import GIB, seconds_of
+from torchtitan_lc.attention.kernels import Kernel
+from torchtitan_lc.models.decoder.args import DecoderArgs
+
+
+def block_parameters(args: DecoderArgs) -> int:
+    """Parameters of a block's matrices."""
+    heads = 2 * (args.n_heads + args.n_kv_heads) * args.head_dim
+    return args.dim * (heads + 3 * args.hidden_dim)
+
+
+def matmul_flops(args: DecoderArgs, tokens: int, mode: str) -> float:
+    """Of all blocks, forward and backward, of ``tokens`` tokens of a rank."""
+    passes = 6 if mode == "none" else 8
+    return passes * float(block_parameters(args)) * tokens * args.n_layers
+
+
+def matmul_rate(size: int, dtype: torch.dtype, device: torch.device, repeats: int = 20) -> float:
+    """FLOP/s of a size-cubed product of random numbers (zeros would be faster)."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    times = seconds_of(lambda: torch.mm(a, b, out=out), device, repeats, warmup=5)
+    return 2.0 * size**3 / median(times)
+
+
+def call_bytes(call: Call, kernel: str, itemsize: int) -> int:
+    """What timing ``call`` holds at once, for a guard: q, k, v, out, their gradients and fp32 dq."""
+    q = call.queries * call.heads * call.head_dim
+    kv = call.keys * call.kv_heads * call.head_dim
+    held = (4 * q + 4 * kv) * itemsize + 4 * q
+    if kernel == "math":
+        held += 6 * 4 * call.heads * call.queries * call.keys
+    return held
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo does not say what is available")
+
+
+def time_call(
+    kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, repeats: int
+) -> list[float]:
+    """Seconds of ``repeats`` calls. Raises ValueError where there is too little memory for one."""
+    need, free = call_bytes(call, kernel.name, dtype.itemsize), free_bytes(device)
+    if need > 0.9 * free:
+        raise ValueError(f"needs about {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+
+    def random(tokens: int, heads: int) -> Tensor:
+        return torch.randn(1, tokens, heads, call.head_dim, device=device, dtype=dtype)
+
+    q, k = random(call.queries, call.heads), random(call.keys, call.kv_heads)
+    v = random(call.keys, call.kv_heads)
+    mask: Any = {"causal": call.causal, "scale": 1 / math.sqrt(call.head_dim)}
+    if call.direction == "forward":
+        return seconds_of(lambda: kernel.forward(q, k, v, **mask), device, repeats)
+    out, lse = kernel.forward(q, k, v, **mask)
+    dout = random(call.queries, call.heads)
+    return seconds_of(lambda: kernel.backward(dout, q, k, v, out, lse, **mask), device, repeats)
+
+
+class Ceiling:
+    """Times each kind of kernel call once, and says what a step of such calls could take."""
+
+    def __init__(
+        self, args: DecoderArgs, dtype: torch.dtype, device: torch.device, matmul_size: int
+    ) -> None:
+        self.args, self.dtype, self.device = args, dtype, device
+        self.rate = matmul_rate(matmul_size, dtype, device)
+        self._seconds: dict[tuple[str, Call], float] = {}
+
+    def of(self, kernel: Kernel, calls: Counter[Call], tokens: int, mode: str) -> Record:
+        """attention_s and matmul_s of a step of all blocks, which made ``calls``."""
+        for call in calls:
+            if (kernel.name, call) not in self._seconds:
+                times = time_call(kernel, call, self.dtype, self.device, 3)
+                self._seconds[kernel.name, call] = median(times)
+        attention = sum(n * self._seconds[kernel.name, call] for call, n in calls.items())
+        return {
+            "attention_s": attention,
+            "matmul_s": matmul_flops(self.args, tokens, mode) / self.rate,
+            "kernel_calls": sum(calls.values()),
+            "attention_tflops": sum(n * c.flops for c, n in calls.items()) / attention / 1e12,
+        }

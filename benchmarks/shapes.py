@@ -1,0 +1,175 @@
+"""Parts that several benchmarks share: ranks, kernels that stand in or count, and the end of a block."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lc.attention.kernels import Kernel, choose_kernel
+from torchtitan_lc.attention.layout import Layout
+
+
+class StandIn:
+    """Allocates the results of a flash kernel, and in backward dq in ``wide`` beside them."""
+
+    name = "stand-in"
+
+    def __init__(self, wide: torch.dtype = torch.float32) -> None:
+        self.wide = wide
+
+    def unsupported(self, *_: Any) -> None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        return torch.zeros_like(q), lse
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        return torch.zeros_like(q, dtype=self.wide).to(q.dtype), dk, dv
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: ``heads`` query heads of ``queries`` tokens on ``kv_heads`` of ``keys``."""
+
+    direction: str  # "forward" or "backward"
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Two products of queries x keys forward, five backward; a causal mask leaves half of each."""
+        products = 2 if self.direction == "forward" else 5
+        area = self.queries * self.keys * (0.5 if self.causal else 1.0)
+        return products * 2.0 * area * self.heads * self.head_dim
+
+
+class Counting:
+    """A kernel that also counts its calls, so that the same calls can be timed alone."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.name = kernel, kernel.name
+        self.calls: Counter[Call] = Counter()
+
+    def unsupported(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, packed: bool
+    ) -> str | None:
+        return self.kernel.unsupported(device_type, dtype, head_dim, packed)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> tuple[Tensor, Tensor]:
+        self._count("forward", q, k, mask)
+        return self.kernel.forward(q, k, v, **mask)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._count("backward", q, k, mask)
+        return self.kernel.backward(dout, q, k, v, out, lse, **mask)
+
+    def _count(self, direction: str, q: Tensor, k: Tensor, mask: dict[str, Any]) -> None:
+        _, queries, heads, head_dim = q.shape
+        call = Call(direction, queries, k.shape[1], heads, k.shape[2], head_dim, mask["causal"])
+        self.calls[call] += q.shape[0]
+
+
+def get_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """By name, "auto" and "stand-in" too. Raises ValueError where it cannot do the case."""
+    if name == "stand-in":
+        return StandIn()
+    choice = choose_kernel(name, device_type=device.type, dtype=dtype, head_dim=head_dim)
+    return choice.kernel
+
+
+class Loss(torch.autograd.Function):
+    """Follows the block and keeps nothing; its backward makes the gradient of the block's output."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.like = (y.shape, y.dtype, y.device)
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.ones(shape, dtype=dtype, device=device)
+
+
+def are_real() -> bool:
+    """Whether torchrun started this process as one of several ranks."""
+    return "RANK" in os.environ
+
+
+def join(ranks: int, kind: str) -> torch.device:
+    """Real ranks under torchrun, else this process as rank 0 of ``ranks`` on torch's fake group.
+
+    A rank that fails leaves the others waiting in a collective: they give up after 10 minutes.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if are_real():
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        _have_peers_answer(device)
+    if dist.get_world_size() != ranks:
+        raise SystemExit(f"--ranks {ranks}, but {dist.get_world_size()} are running")
+    return device
+
+
+def _have_peers_answer(device: torch.device) -> None:
+    """Some releases' fake group leaves what should have arrived as it was: old memory, NaNs among it,
+    which kernels may compute faster or slower. There, what arrives is a copy of what was sent."""
+    one, many = torch.ones(1, device=device), torch.ones(dist.get_world_size(), device=device)
+    shapes = {
+        "all_to_all_single": (many, many),
+        "all_gather_into_tensor": (many, one),
+        "reduce_scatter_tensor": (one, many),
+    }
+    for name, (output, sent) in shapes.items():
+        arrived = torch.zeros_like(output)
+        getattr(dist, name)(arrived, sent)
+        if not arrived.all():
+            setattr(dist, name, answering(getattr(dist, name)))
+
+
+def answering(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that fills its output with what it sends, again and again, then does ``call``."""
+    takes = inspect.signature(call)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output, sent, *_ = takes.bind(*args, **kwargs).arguments.values()
+        source = sent.reshape(-1)
+        for part in output.view(-1).split(source.numel()):
+            part.copy_(source[: part.numel()])
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def peers() -> str:
+    return "real ranks" if are_real() else "one process as rank 0, fake group"
+
+
+def positions_of(layout: Layout, rank: int, seq_len: int, device: torch.device) -> Tensor:
+    """[1, T] int64: the places of this rank's tokens in the row."""
+    parts = [torch.arange(a, b, device=device) for a, b in layout.ranges(rank, seq_len)]
+    return torch.cat(parts).view(1, -1)
