@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap_exchange", action="store_true")
     parser.add_argument("--early_fetch", action="store_true", help="of what is offloaded")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip_memory", action="store_true", help="saves two steps a case")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--matmul_size", type=int, default=8192)
     parser.add_argument("--trace", type=Path, help="folder for a profiler trace of each case")
@@ -146,7 +147,13 @@ def _at_length(
         case = attempt(result, partial(block.at, seq_len, h, result), device) if block else None
         if block and case and "error" not in result:
             cases.append((block, case))
-    measure([case for _, case in cases], repeats=args.repeats, device=device, warm=warm)
+    measure(
+        [case for _, case in cases],
+        repeats=args.repeats,
+        device=device,
+        warm=warm,
+        memory=not args.skip_memory,
+    )
     done = [(block, case) for block, case in cases if not case.failed]
     for block, case in done:
         if isinstance(block, BlockCase):

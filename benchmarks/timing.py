@@ -87,16 +87,18 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(cases: list[Case], *, repeats: int, device: torch.device, warm: bool) -> None:
+def measure(
+    cases: list[Case], *, repeats: int, device: torch.device, warm: bool, memory: bool = True
+) -> None:
     """Fills in ``seconds`` (median, least, most; the slowest rank's) and on a GPU the peak of memory.
 
     warm: run each once before everything, so that compilation and first allocations are in
-    ``first_seconds`` and in nothing else. The step that measures memory is not timed.
+    ``first_seconds`` and in nothing else. memory: measure it, which takes two steps that are not timed.
     """
     for case in cases:
         if warm and not case.failed:
             attempt(case.result, partial(_first, case, device), device)
-        if not case.failed:
+        if memory and not case.failed:
             attempt(case.result, partial(_peak, case, device), device)
     for _ in range(repeats):
         for case in cases:

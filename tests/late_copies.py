@@ -45,7 +45,9 @@ class LateCopies:
         self.traffic = Traffic()
         self._chance, self._random = chance, random.Random(seed)
         self._queues: dict[Direction, list[Copy]] = {"out": [], "back": []}
-        self._on_host: dict[int, Tensor] = {}  # by address: what the last copy out submitted puts there
+        self._on_host: dict[
+            int, Tensor
+        ] = {}  # by address: what the last copy out submitted puts there
 
     def out(self, source: Tensor, target: Tensor, after: Any) -> Copy:
         self.traffic.out.append(source.nbytes)
@@ -55,12 +57,24 @@ class LateCopies:
 
     def back(self, source: Tensor, target: Tensor, after: Any) -> Copy:
         self.traffic.back.append(target.nbytes)
-        target.fill_(float("nan"))
+        if target.is_floating_point():
+            target.fill_(float("nan"))
         return self._submit("back", target, source, after, self._on_host[source.data_ptr()])
 
     def wait(self, copied: Copy) -> None:
         self._run_some()
-        self._run_until(copied)
+        self.run(copied)
+
+    def run(self, copy: Copy) -> None:
+        """With what is ahead of it, and what it comes after."""
+        queue = self._queues[copy.direction]
+        while not copy.done:
+            first = queue[0]
+            if first.after is not None:
+                self.run(first.after)
+            queue.pop(0)
+            self._run(first)
+            first.done = True
 
     @property
     def pending(self) -> int:
@@ -70,6 +84,10 @@ class LateCopies:
         self, direction: Direction, on_device: Tensor, host: Tensor, after: Any, before: Tensor
     ) -> Copy:
         self._run_some()
+        if not on_device.is_contiguous():
+            self.faults.append(
+                f"a copy {direction} of strides: it would be made on the wrong stream"
+            )
         copy = Copy(direction, _weakly(on_device), host, after, before)
         weakref.finalize(on_device.untyped_storage(), self._freed, weakref.ref(copy))
         self._queues[direction].append(copy)
@@ -82,17 +100,7 @@ class LateCopies:
 
     def _run_some(self) -> None:
         while self.pending and self._random.random() < self._chance:
-            self._run_until(self._random.choice([q[0] for q in self._queues.values() if q]))
-
-    def _run_until(self, copy: Copy) -> None:
-        queue = self._queues[copy.direction]
-        while not copy.done:
-            first = queue[0]
-            if first.after is not None:
-                self._run_until(first.after)
-            queue.pop(0)
-            self._run(first)
-            first.done = True
+            self.run(self._random.choice([q[0] for q in self._queues.values() if q]))
 
     def _run(self, copy: Copy) -> None:
         here = copy.device_side()

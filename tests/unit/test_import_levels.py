@@ -18,6 +18,7 @@ FOLDER_LEVELS = {
     "distributed": 2,
     "memory": 2,
     "components": 4,
+    "plan": 5,
 }
 TOP_LEVELS = {
     "__init__": 0,

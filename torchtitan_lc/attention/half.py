@@ -141,6 +141,7 @@ class AttentionHalf(TiledProjections):
             self.output_backward(stage, dh1, out_packed), overlap=self.overlap
         )
         out = exchange.seq_to_heads(out_packed, overlap=self.overlap)
+        del out_packed
         return [lse, out, dout, *self._inputs_of(index)]
 
     def _stage_backward(

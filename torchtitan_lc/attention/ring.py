@@ -76,14 +76,15 @@ class Ring:
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         mask = self._mask(q, causal, documents)
-        moving = _Moving(self, [k, v])
+        others = self._travel(_Moving(self, [k, v]))
         out, lse = self.kernel.forward(
             q, k, v, causal=causal, scale=scale, documents=mask.own_documents
         )
         wide = out.to(sum_dtype(out.dtype))
         total = wide.clone() if wide is out else wide
+        del out, wide
         lse = lse.clone()
-        for source, (k_there, v_there) in self._travel(moving):
+        for source, (k_there, v_there) in others:
             for rows, box in mask.rectangles(source):
                 part, part_lse = self.kernel.forward(
                     q[rows, box.q_start : box.q_stop],
@@ -98,6 +99,8 @@ class Ring:
                     part,
                     part_lse,
                 )
+                del part, part_lse
+            del k_there, v_there  # or they would be there beside the next
         return total.to(q.dtype), lse
 
     def backward(
@@ -114,14 +117,15 @@ class Ring:
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = self._mask(q, causal, documents)
-        moving_kv = _Moving(self, [k, v])
+        others = self._travel(_Moving(self, [k, v]))
         own = self.kernel.backward(
             dout, q, k, v, out, lse, causal=causal, scale=scale, documents=mask.own_documents
         )
         wide = sum_dtype(q.dtype)
         dq, dk, dv = (grad.to(wide, copy=True) for grad in own)
+        del own
         moving = _Moving(self, [dk, dv])
-        for source, (k_there, v_there) in self._travel(moving_kv):
+        for source, (k_there, v_there) in others:
             dk, dv = torch.zeros_like(dk), torch.zeros_like(dv)
             for rows, box in mask.rectangles(source):
                 queries, keys = slice(box.q_start, box.q_stop), slice(box.k_start, box.k_stop)
@@ -138,9 +142,14 @@ class Ring:
                 dq[rows, queries] += parts[0]
                 dk[rows, keys] += parts[1]
                 dv[rows, keys] += parts[2]
+                del parts
+            del k_there, v_there
             # What the ranks before this one have found arrives now, after the kernel, and moves on.
             arrived = moving.arrived()
-            moving = _Moving(self, [x.add_(y) for x, y in zip((dk, dv), arrived, strict=True)])
+            for found, before in zip((dk, dv), arrived, strict=True):
+                found += before
+            del arrived, found, before
+            moving = _Moving(self, [dk, dv])
         dk, dv = moving.arrived()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -149,7 +158,7 @@ class Ring:
         bounds = documents.bounds if documents is not None else None
         return _Mask(self.ranks, self.rank, seq_len, causal, bounds)
 
-    def _travel(self, moving: _Moving) -> Iterator[tuple[int, list[Tensor]]]:
+    def _travel(self, moving: _Moving) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Yield (ring rank, its k and v) for every other rank, one step of the ring after the other;
         the next ones are on their way while the caller works. ``moving``: the own ones, sent before
         the first kernel was called, or the transfer would queue behind it on a GPU."""
@@ -157,7 +166,8 @@ class Ring:
             tensors = moving.arrived()
             if step + 1 < self.ranks:
                 moving = _Moving(self, tensors)
-            yield (self.rank - step) % self.ranks, tensors
+            # Handed over, not kept: while these are read the next ones arrive.
+            yield (self.rank - step) % self.ranks, (tensors.pop(0), tensors.pop(0))
 
 
 class _Moving:

@@ -16,6 +16,9 @@ from torchtitan_lc.config import names
 from torchtitan_lc.config.renamed import Verdict, look_up
 from torchtitan_lc.config.values import from_text, from_toml, toml_item
 
+# Flags that may be written without their section.
+SHORT = {"config": "job.config_file", "plan": "plan.enable"}
+
 
 @dataclass
 class Found:
@@ -91,7 +94,7 @@ def split_argv(argv: list[str]) -> tuple[list[Flag], list[str]]:
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
         key = written[2:].replace("-", "_")
-        flags.append(Flag(written, "job.config_file" if key == "config" else key, value))
+        flags.append(Flag(written, SHORT.get(key, key), value))
     return flags, problems
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.distributed.reduce import max_over_ranks
 from torchtitan_lc.memory.checkpointing import (
     LayerStore,
     Run,
@@ -38,7 +40,7 @@ def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
     """A key that spends a hidden-state buffer of ``buffer_bytes`` to save time."""
     if isinstance(value, bool):
         return value
-    return is_roomy(buffer_bytes, device_memory(device_type))
+    return is_roomy(buffer_bytes, _least(device_memory(device_type)))
 
 
 def set_up_blocks(
@@ -50,17 +52,18 @@ def set_up_blocks(
     Raises UserError where the host has less memory than the plan needs.
     """
     ac = config.activation_checkpoint
+    available = _least(available_bytes(_ranks_on_node())) if config.activation_offload.enable else 0
     placements = place_layers(
         len(blocks),
         sizes,
         mode=ac.mode,
         selective_layers=ac.selective_layers,
         every=ac.block_inputs_every,
-        host_bytes=host_budget(config),
+        host_bytes=host_budget(config, available),
     )
     offload = None
     if config.activation_offload.enable:
-        offload = _new_offload(config, placements, sizes, device)
+        offload = _new_offload(config, placements, sizes, available, device)
     segments: list[Run | None] = []
     for block, placement in zip(blocks, placements, strict=True):
         block.checkpoint = checkpoint_block(placement.mode, *_block_store(offload, placement))
@@ -82,8 +85,9 @@ def _segment_store(
     return () if offload is None else (lambda: offload.segment_store(placement),)
 
 
-def host_budget(config: JobConfig) -> int:
-    """Bytes of host memory that this rank may use for activations; 0 without offload."""
+def host_budget(config: JobConfig, available: int) -> int:
+    """Bytes of host memory that a rank may use for activations, of those that it may take; 0 without
+    offload."""
     settings = config.activation_offload
     if not settings.enable:
         return 0
@@ -91,14 +95,18 @@ def host_budget(config: JobConfig) -> int:
         return int(settings.host_memory_gib * GIB)
     if config.debug.share_offload_buffers:
         return 2**62  # whatever the job's hosts have: this one holds a buffer of each size
-    return available_bytes(_ranks_on_node()) * 9 // 10
+    return available * 9 // 10
 
 
 def _new_offload(
-    config: JobConfig, placements: Sequence[LayerPlacement], sizes: Sizes, device: torch.device
+    config: JobConfig,
+    placements: Sequence[LayerPlacement],
+    sizes: Sizes,
+    available: int,
+    device: torch.device,
 ) -> Offload:
     shared = config.debug.share_offload_buffers
-    needed, available = host_bytes_needed(placements, sizes), available_bytes(_ranks_on_node())
+    needed = host_bytes_needed(placements, sizes)
     if needed > available and not shared:
         raise UserError(
             f"activation_offload.host_memory_gib = {config.activation_offload.host_memory_gib}: the plan "
@@ -123,6 +131,14 @@ def _new_offload(
         )
     copies = CudaCopies(device) if device.type == "cuda" else HostCopies()
     return Offload(HostMemory(device, shared=shared), copies, early=early)
+
+
+def _least(value: int) -> int:
+    """The smallest of all ranks' values. What follows from it decides how often attention runs, and so
+    how many exchanges there are: ranks that decided for themselves would wait for one another."""
+    if not dist.is_initialized():
+        return value
+    return -int(max_over_ranks(torch.tensor(-value)))
 
 
 def _ranks_on_node() -> int:

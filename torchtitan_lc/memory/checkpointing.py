@@ -35,11 +35,17 @@ Mode = Literal["none", "full", "selective"]
 class LayerStore(Store, Protocol):
     """Where one block's kept tensors lie, its input among them."""
 
+    def settle(self) -> None:
+        """A block begins: what was let go before it leaves the device."""
+
     def keeping_input(self, h: Tensor) -> AbstractContextManager[Any]:
         """Context in which autograd saves ``h`` as this store keeps it."""
 
 
 class Device(DeviceStore):
+    def settle(self) -> None:
+        pass
+
     def keeping_input(self, h: Tensor) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -70,6 +76,16 @@ class _Segment:
     again: bool = False
     tapes: list[Tape] = field(default_factory=list)
     next: int = 0
+
+    def next_tape(self, new_tape: Callable[[], Tape]) -> Tape:
+        if (
+            self.next
+        ):  # the first block begins with the segment, whose input has only begun to leave
+            self.store.settle()
+        if not self.again:
+            self.tapes.append(new_tape())
+        self.next += 1
+        return self.tapes[self.next - 1]
 
 
 _segment: ContextVar[_Segment | None] = ContextVar("checkpointed_segment", default=None)
@@ -106,22 +122,20 @@ def checkpoint_block(
     if mode == "none":
         return _run_plainly
 
+    def new_tape(segment: LayerStore | None) -> tuple[Tape, LayerStore]:
+        store = new_store(segment)
+        return Tape(mode == "selective", store), store
+
     def run(fn: Callable[..., Tensor], h: Tensor, *others: Any) -> Tensor:
         segment = _segment.get()
-        phase: Phase
-        if segment is not None and segment.again:
-            tape, phase = segment.tapes[segment.next], "again"
-            segment.next += 1
-        else:
-            store = new_store(None if segment is None else segment.store)
-            tape, phase = Tape(mode == "selective", store), "forward"
-            if segment is not None:
-                segment.tapes.append(tape)
-        # In a segment the input belongs to the checkpoint around it.
-        keeping = nullcontext() if segment is not None else store.keeping_input(h)
-        with keeping:
-            contexts = running(tape, phase), running(tape, "replay")
-            return _checkpoint(fn, contexts, h, *others)
+        if segment is not None:
+            # Its input belongs to the checkpoint around it.
+            tape = segment.next_tape(lambda: new_tape(segment.store)[0])
+            return _checkpoint_tape(tape, "again" if segment.again else "forward", fn, h, *others)
+        tape, store = new_tape(None)
+        store.settle()
+        with store.keeping_input(h):
+            return _checkpoint_tape(tape, "forward", fn, h, *others)
 
     return run
 
@@ -132,11 +146,16 @@ def checkpoint_segment(new_store: Callable[[], LayerStore] = _device_store) -> R
 
     def run(fn: Callable[..., Tensor], h: Tensor, *others: Any) -> Tensor:
         segment = _Segment(new_store())
+        segment.store.settle()
         with segment.store.keeping_input(h):
             contexts = _InSegment(segment, again=False), _InSegment(segment, again=True)
             return _checkpoint(fn, contexts, h, *others)
 
     return run
+
+
+def _checkpoint_tape(tape: Tape, phase: Phase, fn: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return _checkpoint(fn, (running(tape, phase), running(tape, "replay")), *inputs)
 
 
 def _checkpoint(fn: Callable[..., Tensor], contexts: tuple[Any, Any], *inputs: Any) -> Tensor:

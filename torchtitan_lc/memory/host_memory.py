@@ -20,7 +20,8 @@ from torch import Tensor
 
 
 class HostBuffer:
-    """data: bytes on the host. free_after: what has to have happened before they are overwritten."""
+    """data: bytes on the host. free_after: the last copy from or to them, which has to have happened
+    before they are overwritten."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -55,25 +56,44 @@ class HostMemory:
             self._free[buffer.data.numel()].append(buffer)
 
 
-def available_bytes(ranks_on_node: int) -> int:
-    """Host memory that a rank may take: its share of what the node, and this process's cgroup, have."""
-    room = [_meminfo()["MemAvailable"]]
-    cgroup = Path("/sys/fs/cgroup")
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit, used = cgroup / limit_file, cgroup / used_file
-        if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-            room.append(int(limit.read_text()) - int(used.read_text()))
+def available_bytes(ranks_on_node: int, root: Path = Path("/")) -> int:
+    """Host memory that a rank may take: its share of what the node, and this process's cgroups, have.
+
+    root: where /proc and /sys lie.
+    """
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    free = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    room = [int(free) * 1024, *_cgroup_room(root)]
     return max(min(room), 0) // ranks_on_node
 
 
-def _meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    parts = [line.split() for line in lines]
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in parts if len(words) == 3}
+# Of a cgroup, version 2 and 1: its limit, what it uses, and how much of that is file cache that goes
+# as soon as memory is asked for.
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _cgroup_room(root: Path) -> Iterator[int]:
+    """Bytes up to each limit that binds this process: those of its own cgroup and of all around it."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        mount = root / "sys/fs/cgroup"
+        if "memory" in controllers.split(","):
+            mount, names = mount / "memory", _V1
+        elif not controllers:
+            names = _V2
+        else:
+            continue
+        own = mount / path.lstrip("/")
+        # A container sees its own cgroup as the mount, whatever the path says.
+        for folder in {own, *own.parents, mount}:
+            limit, used = folder / names[0], folder / names[1]
+            if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
+                continue
+            stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            cache = int(stat.get(names[2], 0))
+            yield int(limit.read_text()) - int(used.read_text()) + cache
 
 
 def _page_locked(n_bytes: int, device: torch.device) -> Tensor:

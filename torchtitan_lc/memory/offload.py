@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lc.memory.checkpointing import LayerStore
-from torchtitan_lc.memory.host_memory import HostMemory
+from torchtitan_lc.memory.host_memory import HostBuffer, HostMemory
 from torchtitan_lc.memory.placement import LayerPlacement
 from torchtitan_lc.ops.recompute import DeviceStore, Stored
 
@@ -83,14 +83,15 @@ class Parked:
     """A tensor on its way to host memory, there, or on its way back."""
 
     def __init__(self, x: Tensor, copies: Copies, memory: HostMemory) -> None:
-        self._copies = copies
+        self._copies, self._memory = copies, memory
         self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
-        self._buffer = memory.take(x.numel() * x.element_size())
-        # Of a graph that is thrown away the buffer comes back, too.
-        self._give_back = weakref.finalize(self, memory.give, self._buffer)
-        self._there = copies.out(x, self._on_host(), self._buffer.free_after)
+        self._buffer = buffer = memory.take(x.numel() * x.element_size())
+        self._there = buffer.free_after = copies.out(x, self._on_host(), buffer.free_after)
         self._on_device: Tensor | None = x
         self._copied = self._there  # the copy that reads or writes _on_device
+        # Where a graph is thrown away, and not at the end of the process.
+        self._dropped = weakref.finalize(self, _drop, copies, memory, buffer)
+        self._dropped.atexit = False
 
     def fetch(self) -> None:
         if self._on_device is None:
@@ -115,11 +116,18 @@ class Parked:
         x = self.get()
         self._copies.wait(self._copied)  # also for a copy out: nothing else keeps x for it
         self._on_device = None
-        self._give_back()
+        if self._dropped.detach():
+            self._memory.give(self._buffer)
         return x
 
     def _on_host(self) -> Tensor:
         return self._buffer.data.view(self._dtype).view(self._shape)
+
+
+def _drop(copies: Copies, memory: HostMemory, buffer: HostBuffer) -> None:
+    """Runs right before the tensor is let go: behind the copy that is under way, if any."""
+    copies.wait(buffer.free_after)
+    memory.give(buffer)
 
 
 class Offload:
@@ -136,8 +144,6 @@ class Offload:
 
     def block_store(self, placement: LayerPlacement, segment: LayerStore | None) -> HostStore:
         """What one block keeps; ``segment`` keeps its input, if it is not its own."""
-        if segment is None:
-            self.settle()
         store = HostStore(self, placement, segment if isinstance(segment, HostStore) else None)
         self._blocks = [ref for ref in self._blocks if ref() is not None]
         self._blocks.append(weakref.ref(store))
@@ -145,7 +151,6 @@ class Offload:
 
     def segment_store(self, placement: LayerPlacement) -> HostStore:
         """What several blocks together keep: their input."""
-        self.settle()
         return HostStore(self, placement, None)
 
     def park(self, x: Tensor) -> Parked:
@@ -187,6 +192,9 @@ class HostStore:
 
     def let_go(self, tensors: Sequence[Stored]) -> None:
         self._offload.let_go(tensors)
+
+    def settle(self) -> None:
+        self._offload.settle()
 
     def keeping_input(self, h: Tensor) -> AbstractContextManager[Any]:
         """Among what a checkpoint saves, only ``h`` itself goes: no positions, nobody's weights."""

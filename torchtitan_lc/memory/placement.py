@@ -66,9 +66,9 @@ def place_layers(
     inputs = starts[:-1][: host_bytes // sizes.input]
     left = host_bytes - len(inputs) * sizes.input
     # Room for what the blocks of one segment compute again, if any will.
-    again = every * sizes.outputs
-    all_fit = mode == "selective" and wanted == n_layers and left >= n_layers * sizes.outputs
-    left_to_keep = left if all_fit else max(left - again, 0)
+    again = min(every, n_layers) * sizes.outputs
+    none_again = wanted == n_layers and (not auto or left >= n_layers * sizes.outputs)
+    left_to_keep = left if none_again else max(left - again, 0)
     fit = min(wanted, left_to_keep // sizes.outputs) if mode == "selective" else 0
     if auto and mode == "selective":
         modes = layer_modes(mode, fit, n_layers)

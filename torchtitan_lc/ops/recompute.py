@@ -155,32 +155,35 @@ class Outputs:
 
 
 class Slot:
-    """Of one attention call of a block: its results, while they are kept."""
+    """Of one attention call of a block: its results, while they are kept.
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._outputs: Outputs | None = None
+    They lie on the tape, which does not know its slots: a graph that is thrown away has no cycle, so
+    what it keeps is given back at once.
+    """
+
+    def __init__(self, tape: Tape, call: int) -> None:
+        self._tape, self._call = tape, call
 
     def recall(self) -> Outputs | None:
         """The results that an earlier run kept, if any."""
-        return self._outputs
+        return self._tape.kept.get(self._call)
 
     def new_outputs(self) -> Outputs:
         return Outputs(self._tape.store if self._tape.keeps_now else None)
 
     def offer(self, outputs: Outputs) -> None:
         """``outputs`` have been read by this run; keep them if they are wanted later."""
+        if not self._tape.keeps_now:
+            return
         if self._tape.phase == "replay":
             outputs.await_backward()
-        elif self._tape.keeps_now:
+        else:
             outputs.let_go()
-        self._outputs = outputs if self._tape.keeps_now else None
+        self._tape.kept[self._call] = outputs
 
     def take(self) -> Outputs:
         """For backward. Another pass through the same graph recomputes the block, and fills the slot."""
-        outputs, self._outputs = self._outputs, None
-        assert outputs is not None
-        return outputs
+        return self._tape.kept.pop(self._call)
 
 
 @dataclass
@@ -193,7 +196,7 @@ class Tape:
     keeps_forward: bool
     store: Store = field(default_factory=DeviceStore)
     phase: Phase = "forward"
-    _slots: list[Slot] = field(default_factory=list)
+    kept: dict[int, Outputs] = field(default_factory=dict)  # by call
     _next: int = 0
 
     @property
@@ -204,10 +207,8 @@ class Tape:
         self.phase, self._next = phase, 0
 
     def next_slot(self) -> Slot:
-        if self.phase == "forward":
-            self._slots.append(Slot(self))
         self._next += 1
-        return self._slots[self._next - 1]
+        return Slot(self, self._next - 1)
 
 
 _current: ContextVar[Tape | None] = ContextVar("current_tape", default=None)

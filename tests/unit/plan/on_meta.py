@@ -78,15 +78,15 @@ class _Loss(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def measure(block: Any, rows: int, tokens: int, width: int) -> Peaks:
-    """Of ``block(h, positions)``, counted from its own input on."""
-    positions = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
+def measure(block: Any, rows: int, tokens: int, width: int, head_dim: int) -> Peaks:
+    """Of ``block(h, rope's angles)``, counted from its own input on."""
+    angles = torch.empty((rows, tokens, head_dim // 2), device="meta")
     before = torch.empty(
         (rows, tokens, width), dtype=torch.bfloat16, device="meta", requires_grad=True
     )
     with Meter() as live:
         h = before * 1  # as after another block
-        y = block(h, positions)
+        y = block(h, angles)
         del h
         forward = live.peak
         loss = _Loss.apply(y)

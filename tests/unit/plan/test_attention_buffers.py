@@ -70,7 +70,11 @@ def measured(planned: Job) -> Peaks:
     block = model.blocks[0]
     block.checkpoint = checkpoint_block(planned.layers[0].mode)
     return measure(
-        lambda h, positions: block(h, positions, None), planned.rows, planned.tokens, args.dim
+        lambda h, angles: block(h, angles, None),
+        planned.rows,
+        planned.tokens,
+        args.dim,
+        args.head_dim,
     )
 
 

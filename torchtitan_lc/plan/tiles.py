@@ -1,0 +1,215 @@
+"""What the token-wise work of a model costs, asked of its own functions on the meta device.
+
+    a tile of tokens -> norm, projections, MLP half, loss, forward and backward   -> a Cost of each
+
+Nothing is written down twice here: a change of ops/, of a model's functions or of a tile's size changes the
+answer, and so the plan. Each is run for two tiles where a job has more than one, because what the
+first leaves behind is alive during the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lc.attention.base import Projection, Projections
+from torchtitan_lc.attention.buffers import Tiles
+from torchtitan_lc.attention.heads import HeadPlan, Heads
+from torchtitan_lc.ops.loss import tiled_loss
+from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tiled, vjp
+from torchtitan_lc.tools.meter import Cost, Meter
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """A tile of ``tokens`` tokens of each of ``rows`` rows, activations of ``width`` in ``dtype``; how
+    many tiles a rank's tokens make."""
+
+    rows: int
+    tokens: int
+    width: int
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def tokens_of_all_rows(self) -> int:
+        return self.rows * self.tokens
+
+    @property
+    def repeats(self) -> int:
+        return min(2, self.count)
+
+    def hidden(self, tiles: int = 1) -> Tensor:
+        size = (self.rows, self.tokens * tiles, self.width)
+        return torch.empty(size, dtype=self.dtype, device="meta")
+
+    def heads(self, count: int, head_dim: int) -> Tensor:
+        size = (self.rows, self.tokens, count, head_dim)
+        return torch.empty(size, dtype=self.dtype, device="meta")
+
+    def angles(self, head_dim: int) -> Tensor:
+        """What a decoder hands to its projections beside activations."""
+        size = (self.rows, self.tokens, head_dim // 2)
+        return torch.empty(size, dtype=sum_dtype(self.dtype), device="meta")
+
+    def integers(self, tiles: int = 1) -> Tensor:
+        return torch.empty((self.rows, self.tokens * tiles), dtype=torch.int64, device="meta")
+
+
+@dataclass(frozen=True)
+class ProjectionCosts:
+    """Of one tile, for the heads of one stage (output: of all stages); each as half.py calls it."""
+
+    query: Cost
+    key_value: Cost
+    output: Cost
+    output_backward: Cost
+    query_backward: Cost
+    key_value_backward: Cost
+    norm: Cost
+    norm_backward: Cost
+
+    def tiles(self) -> Tiles:
+        """The bytes of each, as attention/buffers.py takes them."""
+        return Tiles(**{f.name: getattr(self, f.name).peak for f in fields(self)})
+
+
+def projection_costs(
+    projections: Projections, plan: HeadPlan, shape: TileShape, holds_normed_input: bool
+) -> ProjectionCosts:
+    """For the widest stage of ``plan``."""
+    p, d = projections, projections.head_dim
+    angles = shape.angles(d)
+    q = max((stage.all_q_heads for stage in plan.stages), key=len)
+    received = max((stage.all_kv_heads for stage in plan.stages), key=len)
+    kv = tuple(sorted(set(received)))
+    h = shape.hidden()
+
+    def cut(part: Projection, heads: Heads, n_heads: int) -> list[Tensor]:
+        """New tensors of the size of the weights of ``heads``."""
+        found = []
+        for weight in part.weights:
+            size = list(weight.tensor.shape)
+            if weight.head_axis is not None:
+                size[weight.head_axis] = size[weight.head_axis] // n_heads * len(heads)
+            found.append(h.new_empty(size))
+        return found
+
+    norm_weights = cut(p.norm, (), 1)
+    query, key_value = cut(p.query, q, p.n_heads), cut(p.key_value, kv, p.n_kv_heads)
+    output = cut(p.output, q, p.n_heads)
+    all_output = cut(p.output, tuple(range(p.n_heads)), p.n_heads)
+
+    def normed() -> Any:
+        return h if holds_normed_input else p.norm.fn(h, *norm_weights)
+
+    def replicated(tiles: Any) -> list[Tensor]:
+        """A KV head for each rank that needs it, as half.py's _replicate makes them."""
+        many = isinstance(tiles, tuple) and len(received) != len(kv)
+        return [torch.cat([t] * -(-len(received) // len(kv)), dim=2) for t in tiles] if many else []
+
+    def project(fn: Callable[..., Any], weights: list[Tensor]) -> Cost:
+        def body() -> Any:
+            x = normed()
+            tiles = fn(x, angles, *weights)
+            return x, tiles, replicated(tiles)
+
+        return _cost(body, shape.repeats)
+
+    def project_output() -> Any:
+        joined = torch.cat([shape.heads(1, d)] * p.n_heads, dim=2)
+        y: Any = p.output.fn(joined, *all_output)
+        del joined
+        return y, torch.add(h, y, out=y)
+
+    def backward(
+        fn: Callable[..., Any], inputs: Callable[[], list[Tensor]], weights: list[Tensor]
+    ) -> Cost:
+        """vjp of a tile, and the sums of its weights' gradients."""
+        leaves = [leaf(w) for w in weights]
+        sums = [GradSum(w) for w in leaves]
+        with Meter():
+            like = fn(*inputs(), *leaves)
+
+        def body() -> Any:
+            of_tile = inputs()
+            given = [torch.empty_like(y) for y in (like if isinstance(like, tuple) else [like])]
+            found = vjp(fn, [*of_tile, *leaves], given)
+            for total, grad in zip(sums, found[len(of_tile) :], strict=True):
+                total.add(grad)
+            return found
+
+        return _cost(body, shape.repeats)
+
+    def norm_backward() -> Any:
+        return vjp(p.norm.fn, [leaf(h), *map(leaf, norm_weights)], [h])
+
+    return ProjectionCosts(
+        query=project(p.query.fn, query),
+        key_value=project(p.key_value.fn, key_value),
+        output=_cost(project_output, shape.repeats),
+        output_backward=backward(p.output.fn, lambda: [leaf(shape.heads(len(q), d))], output),
+        query_backward=backward(p.query.fn, lambda: [leaf(normed()), angles], query),
+        key_value_backward=backward(p.key_value.fn, lambda: [leaf(normed()), angles], key_value),
+        norm=_cost(lambda: p.norm.fn(h, *norm_weights), shape.repeats),
+        norm_backward=_cost(norm_backward, shape.repeats),
+    )
+
+
+def mlp_costs(
+    fn: Callable[..., Tensor], weights: Sequence[Tensor], shape: TileShape
+) -> tuple[Cost, Cost]:
+    """(forward, backward) of `ops.tiled`: without the full-size buffers that go in and come out, with the
+    sums of the weights' gradients."""
+    leaves = [leaf(w.to(shape.dtype)) for w in weights]
+    x = leaf(shape.hidden(shape.repeats))
+    dy = torch.empty_like(x)
+    with Meter() as meter:
+        y = tiled(fn, x, *leaves, tile_tokens=shape.tokens_of_all_rows)
+        forward = meter.cost
+        del y
+    with Meter() as meter:
+        y = tiled(fn, x, *leaves, tile_tokens=shape.tokens_of_all_rows, skip_output=True)
+        torch.autograd.grad(y, [x, *leaves], dy)
+        backward = meter.cost
+    return _of_a_tile(forward, shape, x), _of_a_tile(backward, shape, x)
+
+
+def loss_costs(
+    fn: Callable[..., Tensor], weights: Sequence[Tensor], shape: TileShape
+) -> tuple[Cost, Cost]:
+    """(forward, backward) of `ops.tiled_loss`, likewise: forward makes the gradients, backward scales
+    them and holds both."""
+    leaves = [leaf(w.to(shape.dtype)) for w in weights]
+    x, labels = leaf(shape.hidden(shape.repeats)), shape.integers(shape.repeats)
+    with Meter() as meter:
+        loss = tiled_loss(fn, x, labels, *leaves, tile_tokens=shape.tokens_of_all_rows)
+        forward = meter.cost
+        meter.restart()
+        torch.autograd.grad(loss, [x, *leaves])
+        backward = meter.cost
+    return _of_a_tile(forward, shape, x), _of_a_tile(backward, shape, x, x)
+
+
+def _cost(body: Callable[[], Any], repeats: int) -> Cost:
+    """Of one of ``repeats`` rounds of a loop; ``body`` returns what its variables go on to hold."""
+    with Meter() as meter:
+        held = None
+        for _ in range(repeats):
+            held = body()
+        del held
+    cost = meter.cost
+    return Cost(
+        cost.peak, cost.flops // repeats, cost.traffic // repeats, -(-cost.calls // repeats)
+    )
+
+
+def _of_a_tile(cost: Cost, shape: TileShape, *whole: Tensor) -> Cost:
+    """One tile's share of a function that ran over all, without the bytes of ``whole`` tensors."""
+    peak = cost.peak - sum(x.numel() * x.element_size() for x in whole)
+    repeats = shape.repeats
+    return Cost(peak, cost.flops // repeats, cost.traffic // repeats, -(-cost.calls // repeats))

@@ -1,0 +1,298 @@
+"""How long a step takes, part by part: work over rate, each counted from the code that does it.
+
+    attention      FLOP of the causal triangle over the kernel's measured rate
+    linear         FLOP of the model's own tile functions over the rate of matrix products
+    element-wise   bytes that their other operations move over the bandwidth of the GPU's memory
+    exchange       bytes sent over the link; not overlapped with the kernel
+    the rest       only what does not fit beside the work that it runs beside
+
+A rank that owns more heads than others sets the pace. Rows count as one document each: packed ones take less
+time. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchtitan_lc.memory.placement import LayerPlacement
+from torchtitan_lc.plan.activations import Activations
+from torchtitan_lc.plan.job import Job
+from torchtitan_lc.plan.state import Sharded
+from torchtitan_lc.tools.meter import Cost
+
+_BACKWARD = 2.5  # attention's backward in forwards: five matrix products for two
+_OF_BANDWIDTH = 0.85  # (d) of the memory's bandwidth is reached by element-wise kernels
+PARTS = (
+    "attention forward",
+    "attention backward",
+    "attention recompute",
+    "linear forward",
+    "linear backward",
+    "linear recompute",
+    "element-wise",
+    "loss",
+    "exchange",
+    "ring, not hidden",
+    "offload, not hidden",
+    "FSDP, not hidden",
+    "optimizer",
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step by part; longest_layer: of one layer's backward."""
+
+    parts: dict[str, float]
+    longest_layer: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one pass over a layer."""
+
+    attention: float = 0.0
+    linear: float = 0.0
+    elementwise: float = 0.0
+    exchange: float = 0.0
+    ring: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.linear + self.elementwise + self.exchange + self.ring
+
+
+class Timer:
+    def __init__(self, job: Job, activations: Activations, state: Sharded) -> None:
+        self.job, self.activations, self.state = job, activations, state
+        self.hw = job.cluster.hardware
+        self.sizes = activations.attention
+        self.stages = job.heads.stages
+
+    def step(self) -> StepTime:
+        job, parts = self.job, dict.fromkeys(PARTS, 0.0)
+        passes: dict[str, tuple[_Pass, _Pass, _Pass]] = {}
+        longest = 0.0
+        for index, layer in enumerate(job.layers):
+            if layer.mode not in passes:
+                passes[layer.mode] = self._forward(), self._replay(layer), self._backward()
+            forward, replay, backward = passes[layer.mode]
+            again = self._again(index)
+            parts["attention forward"] += forward.attention
+            parts["attention backward"] += backward.attention
+            parts["attention recompute"] += replay.attention + again.attention
+            parts["linear forward"] += forward.linear
+            parts["linear backward"] += backward.linear
+            parts["linear recompute"] += replay.linear + again.linear
+            for one in (forward, replay, backward, again):
+                parts["element-wise"] += one.elementwise
+                parts["exchange"] += one.exchange
+                parts["ring, not hidden"] += one.ring
+            behind = forward.total, replay.total + backward.total + again.total
+            parts["offload, not hidden"] += self._offload(layer, *behind)
+            parts["FSDP, not hidden"] += self._fsdp(index + 1, *behind)
+            longest = max(longest, behind[1])
+        parts["loss"] = sum(self._tiles(cost, job.config.tiling.loss_tokens) for cost in self.loss)
+        for unit in (0, len(self.state.units) - 1):
+            parts["FSDP, not hidden"] += self._fsdp(unit, 0.0, 0.0)
+        parts = {name: seconds * job.accumulation for name, seconds in parts.items()}
+        parts["optimizer"] = self._optimizer()
+        return StepTime(parts, longest)
+
+    # -- one layer
+
+    @property
+    def loss(self) -> tuple[Cost, ...]:
+        return self.activations.loss_costs
+
+    def _forward(self) -> _Pass:
+        costs, tiling = self.activations.projection_costs, self.job.config.tiling
+        attention = self._attention_forward()
+        mlp = self._work([(self.activations.mlp_costs[0], 1)], tiling.mlp_tokens)
+        output = self._work([(costs.output, 1)], tiling.projection_tokens)
+        return _sum([attention, mlp, output])
+
+    def _replay(self, layer: LayerPlacement) -> _Pass:
+        """What comes before a layer's backward: nothing, h1 alone, or all of attention."""
+        if layer.mode == "none":
+            return _Pass()
+        costs, tokens = self.activations.projection_costs, self.job.config.tiling.projection_tokens
+        output = self._work([(costs.output, 1)], tokens)
+        return _sum([self._attention_forward(), output]) if layer.mode == "full" else output
+
+    def _again(self, index: int) -> _Pass:
+        """A layer whose input is not kept is made from the one before: that runs once more."""
+        layers = self.job.layers
+        if index + 1 >= len(layers) or layers[index + 1].keeps_input:
+            return _Pass()
+        forward = self._forward()
+        if layers[index].mode == "selective":
+            return _Pass(linear=forward.linear, elementwise=forward.elementwise)
+        # The attention that is computed again here need not be for this layer's own backward.
+        return _Pass(linear=forward.linear, elementwise=forward.elementwise)
+
+    def _attention_forward(self) -> _Pass:
+        costs, s = self.activations.projection_costs, self.sizes
+        tokens = self.job.config.tiling.projection_tokens
+        arrivals = self._arrivals()
+        work: list[tuple[Cost, float]] = [
+            (costs.query, len(self.stages)),
+            (costs.key_value, len(arrivals)),
+        ]
+        if self.job.hold_normed_input:
+            work.append((costs.norm, 1))
+        sent = 2 * sum(s.packed(stage.q_heads) for stage in self.stages)
+        sent += 2 * sum(s.packed(self.stages[a].kv_heads) for a in arrivals)
+        seconds = self._kernel(0)
+        ring = self._ring(seconds, s.itemsize)
+        return _sum(
+            [_Pass(seconds, exchange=self._exchange(sent), ring=ring), self._work(work, tokens)]
+        )
+
+    def _backward(self) -> _Pass:
+        costs, tiling, s = self.activations.projection_costs, self.job.config.tiling, self.sizes
+        arrivals = self._arrivals()
+        due = arrivals
+        if not self.job.sum_kv_gradients:
+            due = [arrival for stage in self.stages for arrival in stage.arrivals]
+        work: list[tuple[Cost, float]] = [
+            (costs.query, len(self.stages)),
+            (costs.key_value, len(arrivals)),
+            (costs.output_backward, len(self.stages)),
+            (costs.query_backward, len(self.stages)),
+            (costs.key_value_backward, len(due)),
+            (costs.norm_backward, 1),
+        ]
+        if self.job.hold_normed_input:
+            work.append((costs.norm, 1))
+        sent = 4 * sum(s.packed(stage.q_heads) for stage in self.stages)
+        sent += 2 * sum(s.packed(self.stages[a].kv_heads) for a in [*arrivals, *due])
+        seconds = self._kernel(1)
+        ring = self._ring(seconds, s.itemsize + s.wide)
+        return _sum(
+            [
+                _Pass(seconds, exchange=self._exchange(sent), ring=ring),
+                self._work(work, tiling.projection_tokens),
+                self._work([(self.activations.mlp_costs[1], 1)], tiling.mlp_tokens),
+            ]
+        )
+
+    def _arrivals(self) -> list[int]:
+        return [index for index, stage in enumerate(self.stages) if any(stage.kv_heads)]
+
+    # -- work over rate
+
+    def _kernel(self, backward: int) -> float:
+        """Seconds of one layer's attention kernels on the rank that owns most heads."""
+        job, d = self.job, self.job.model.args.head_dim
+        heads = sum(len(stage.q_heads[0]) for stage in self.stages)
+        flops = 2.0 * job.rows * heads * d * job.seq_len**2 / job.ring
+        rate = self.hw.attention_flops(job.kernel, job.seq_len, d)[backward]
+        return flops * (_BACKWARD if backward else 1.0) / rate
+
+    def _work(self, work: Iterable[tuple[Cost, float]], tile_tokens: int) -> _Pass:
+        _, tiles = self.job.tile(tile_tokens)
+        linear = elementwise = 0.0
+        for cost, times in work:
+            linear += times * tiles * cost.flops / self.hw.matrix_flops
+            elementwise += times * tiles * cost.traffic / self._bandwidth
+        return _Pass(linear=linear, elementwise=elementwise)
+
+    def _tiles(self, cost: Cost, tile_tokens: int) -> float:
+        return self._work([(cost, 1)], tile_tokens).total
+
+    @property
+    def _bandwidth(self) -> float:
+        return _OF_BANDWIDTH * self.hw.memory_gbs * 1e9
+
+    # -- what travels
+
+    def _exchange(self, sent: int) -> float:
+        u = self.job.ulysses
+        return sent * (u - 1) / u / self._link(u)
+
+    def _link(self, ranks: int) -> float:
+        """Bytes per second of a group of neighbours."""
+        inside = self.job.cluster.gpus_per_node % ranks == 0
+        return 1e9 * (self.hw.link_gbs if inside else self.hw.network_gbs)
+
+    def _ring(self, kernel_seconds: float, bytes_per_element: int) -> float:
+        """What is left of the transfers after the kernels they run beside; the last of the gradients'
+        has none."""
+        job, s = self.job, self.sizes
+        if job.ring == 1:
+            return 0.0
+        element = s.per_head() // s.itemsize * job.ulysses
+        travelling = sum(
+            2 * max(seg.kv_stop - seg.kv_start for seg in stage.segments[0]) * element
+            for stage in self.stages
+        )
+        rate = self._link(job.cp)
+        hop = travelling * bytes_per_element / rate
+        beside = kernel_seconds / job.ring
+        last = hop if bytes_per_element > s.itemsize else 0.0
+        return (job.ring - 1) * max(0.0, hop - beside) + last
+
+    def _offload(self, layer: LayerPlacement, forward: float, backward: float) -> float:
+        """Out beside the layer's forward. Back: with early fetching beside the backward of the layer after
+        it; else outputs are waited for before h1 is made, and each stage's but for the projections
+        that run meanwhile."""
+        job = self.job
+        rate = 1e9 * self.hw.pcie_gbs
+        inputs = job.hidden if layer.input_on_host else 0
+        outputs = job.outputs if layer.outputs_on_host and layer.mode == "selective" else 0
+        again = job.outputs if layer.outputs_on_host and layer.mode == "full" else 0
+        late = max(0.0, (inputs + outputs) / rate - forward)
+        if job.early_fetch:
+            return late + max(0.0, (inputs + outputs) / rate - backward)
+        between = self._between_kernels()
+        first = 1 / len(self.stages)
+        stages = (outputs + again) / rate
+        waits = outputs / rate + max(0.0, stages * (1 - first) - between * (1 - first))
+        return late + waits + max(0.0, inputs / rate - between * first)
+
+    def _between_kernels(self) -> float:
+        """Seconds of a layer's backward in which neither attention's kernel nor the MLP half runs."""
+        backward = self._backward()
+        mlp = self._tiles(self.activations.mlp_costs[1], self.job.config.tiling.mlp_tokens)
+        return backward.total - backward.attention - mlp
+
+    def _fsdp(self, unit: int, forward: float, backward: float) -> float:
+        """Gather beside the unit before, gather and reduce beside the unit after."""
+        state, cluster = self.state, self.job.cluster
+        if state.shards == 1:
+            return 0.0
+        size = state.units[unit].padded(state.shards) * (state.shards - 1) / state.shards
+        rate = 1e9 * self.hw.link_gbs
+        if cluster.nodes > 1:
+            rate = min(rate, 1e9 * self.hw.network_gbs * cluster.gpus_per_node)
+        gather, reduce = size * state.param / rate, size * state.reduce / rate
+        if state.on_host:
+            gather += size / state.shards * state.master / (1e9 * self.hw.pcie_gbs)
+        back = reduce if state.units[unit].keeps else gather + reduce
+        return max(0.0, gather - forward) + max(0.0, back - backward)
+
+    def _optimizer(self) -> float:
+        """Norm and scaling of the gradients (3 passes), then the update: reads four values of a parameter
+        with Adam and writes three."""
+        state = self.state
+        size = state.shard_bytes
+        update = (4 + 3 if state.moments else 2 + 1) * size
+        if state.on_host:
+            node = self.job.cluster.gpus_per_node
+            return node * (3 * size + update) / (1e9 * self.hw.host_optimizer_gbs)
+        seconds = (3 * size + update) / self._bandwidth
+        if state.moments_on_host:
+            seconds = max(seconds, state.moments * size / (1e9 * self.hw.pcie_gbs))
+        return seconds
+
+
+def _sum(passes: Iterable[_Pass]) -> _Pass:
+    fields = ("attention", "linear", "elementwise", "exchange", "ring")
+    passes = list(passes)
+    return _Pass(*(sum(getattr(one, field) for one in passes) for field in fields))
