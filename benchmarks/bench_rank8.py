@@ -46,7 +46,6 @@ from benchmarks.record import (
 )
 from benchmarks.shapes import StandIn, join
 from benchmarks.timing import GIB, now, release
-from torchtitan_lc.attention.ring import Ring
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
 from torchtitan_lc.config.token_count import parse_token_count
@@ -82,9 +81,7 @@ def run_job(config: JobConfig, args: argparse.Namespace, device: torch.device) -
     with host.counting():
         trainer = Trainer(config, device)
         if args.kernel == "stand-in":
-            ring = trainer.strategy.kernel
-            part = ring if isinstance(ring, Ring) else trainer.strategy
-            part.kernel = StandIn()
+            trainer.strategy.use_kernel(StandIn())
         seconds = []
         try:
             with trainer.metrics(0) as metrics:

@@ -17,6 +17,7 @@ from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.half import AttentionHalf
 from torchtitan_lc.attention.heads import HeadPlan, plan_heads
 from torchtitan_lc.attention.kernels import Kernel
+from torchtitan_lc.attention.kernels.split import SplitGroups
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.ring import Ring
 from torchtitan_lc.ops.recompute import Outputs, next_slot
@@ -48,9 +49,8 @@ class StagedStrategy:
         sum_kv_gradients: bool = True,
         overlap_exchange: bool = False,
     ) -> None:
-        self.kernel = kernel
-        if ring.ranks > 1:
-            self.kernel = Ring(kernel, ranks=ring.ranks, rank=ring.rank, group=ring.group)
+        self.ring = ring
+        self.use_kernel(kernel)
         self.ranks, self.rank, self.group = ulysses.ranks, ulysses.rank, ulysses.group
         self.heads_per_stage = heads_per_stage
         self.tile_tokens = tile_tokens
@@ -58,6 +58,12 @@ class StagedStrategy:
         self.sum_kv_gradients = sum_kv_gradients
         self.overlap_exchange = overlap_exchange
         self.layout = Layout(ulysses.ranks, ring.ranks)
+
+    def use_kernel(self, kernel: Kernel) -> None:
+        self.kernel: Kernel = SplitGroups(kernel)
+        if self.ring.ranks > 1:
+            ring = self.ring
+            self.kernel = Ring(self.kernel, ranks=ring.ranks, rank=ring.rank, group=ring.group)
 
     def plan(self, n_heads: int, n_kv_heads: int) -> HeadPlan:
         return plan_heads(n_heads, n_kv_heads, self.ranks, self.heads_per_stage)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from tests.unit.attention.test_kernels_reference import (
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.kernels import CpuFlash, Kernel, Math
 from torchtitan_lc.attention.kernels.cuda import Cudnn, head_slices, within_reach
+from torchtitan_lc.attention.kernels.split import SplitGroups
 
 S, D, SCALE = 37, 16, 0.3
 HERE = pytest.mark.parametrize("kernel", [CpuFlash(), Math()], ids=lambda k: k.name)
@@ -209,3 +212,28 @@ def test_a_view_that_reaches_too_far_is_copied_and_others_are_not() -> None:
     assert within_reach(view, limit=20) is view  # its last element is 19 after its first
     copy = within_reach(view, limit=19)
     assert copy.is_contiguous() and torch.equal(copy, view)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_large_backward_is_split_by_member_of_the_groups_with_the_same_result(
+    packed: bool,
+) -> None:
+    calls = []
+
+    class Seen(CpuFlash):
+        def backward(self, dout: Tensor, q: Tensor, *args: Any, **mask: Any) -> Any:
+            calls.append(q.shape[2])
+            return super().backward(dout, q, *args, **mask)
+
+    q, k, v = random_qkv(2, 6, 2)
+    documents = Documents(((0, 5, q.shape[1]), (0, q.shape[1]))) if packed else None
+    dout = torch.randn_like(q)
+    whole = SplitGroups(Seen())
+    split = SplitGroups(Seen(), whole=q.numel() - 1)
+    out, lse = whole.forward(q, k, v, causal=True, scale=0.3, documents=documents)
+    want = whole.backward(dout, q, k, v, out, lse, causal=True, scale=0.3, documents=documents)
+    assert calls == [6]
+    got = split.backward(dout, q, k, v, out, lse, causal=True, scale=0.3, documents=documents)
+    assert calls == [6, 2, 2, 2]
+    for mine, right in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
