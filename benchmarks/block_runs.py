@@ -166,7 +166,7 @@ def _at_length(
 
 def _add_ceiling(block: BlockCase, case: Case, ceiling: Ceiling, local: int) -> None:
     """The ceiling of the step that ran last, and the fraction of it that was reached."""
-    if block.counting is None:  # a kernel that computes nothing
+    if block.counting is None or not case.seconds:  # a kernel that computes nothing, or no time
         return
     found = ceiling.of(block.kernel, block.counting.calls, local, case.result["mode"])
     best = found["attention_s"] + found["matmul_s"]
@@ -213,7 +213,7 @@ def table(results: Sequence[Record]) -> str:
         if "error" in case:
             rows.append([*row, case["error"], *[""] * (len(headers) - 4)])
             continue
-        row += [shown(case["seconds"]), shown(case.get("ceiling_fraction"))]
+        row += [shown(case.get("seconds")), shown(case.get("ceiling_fraction"))]
         row += [number(case.get("peak_b")), number(case.get("reserved_gib"), 1)]
         over = case.get("time_of_others", {})
         rows.append([*row, *(shown(over.get(name)) for name in others)])

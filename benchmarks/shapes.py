@@ -15,27 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lc.attention.kernels import Kernel, choose_kernel
+from torchtitan_lc.attention.kernels.stand_in import StandIn
 from torchtitan_lc.attention.layout import Layout
-
-
-class StandIn:
-    """Allocates the results of a flash kernel, and in backward dq in ``wide`` beside them."""
-
-    name = "stand-in"
-
-    def __init__(self, wide: torch.dtype = torch.float32) -> None:
-        self.wide = wide
-
-    def unsupported(self, *_: Any) -> None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        return torch.zeros_like(q), lse
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        return torch.zeros_like(q, dtype=self.wide).to(q.dtype), dk, dv
 
 
 @dataclass(frozen=True)

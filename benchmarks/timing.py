@@ -105,7 +105,7 @@ def measure(
             if not case.failed:
                 attempt(case.result, partial(_timed, case, device), device)
     for case in cases:
-        if not case.failed:
+        if repeats and not case.failed:
             case.seconds = slowest(case.seconds, device)
             case.result["seconds"] = spread(case.seconds)
 
