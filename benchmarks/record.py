@@ -18,15 +18,17 @@ Record = dict[str, Any]
 
 
 def commit() -> str:
-    """The commit of the checkout, with "+" for changes; where it is no git repository, BENCH_COMMIT."""
+    """BENCH_COMMIT, for a copy of a checkout; else that of the checkout, with "+" for changes."""
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    if "BENCH_COMMIT" in os.environ:
+        return os.environ["BENCH_COMMIT"]
     head = git("rev-parse", "HEAD")
     if not head:
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return "unknown"
     return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ def answering(call: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that fills its output with what it sends, again and again, then does ``call``."""
     takes = inspect.signature(call)
 
+    @wraps(call)  # others look at its signature, too
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         output, sent, *_ = takes.bind(*args, **kwargs).arguments.values()
         source = sent.reshape(-1)

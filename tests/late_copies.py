@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -31,32 +31,22 @@ class Copy:
     done: bool = False
 
 
-@dataclass
-class Traffic:
-    """Bytes of the copies out and back."""
-
-    out: list[int] = field(default_factory=list)
-    back: list[int] = field(default_factory=list)
-
-
 class LateCopies:
     def __init__(self, chance: float = 0.0, seed: int = 0) -> None:
         self.faults: list[str] = []
-        self.traffic = Traffic()
+        self.sent: list[int] = []  # bytes of each copy out
         self._chance, self._random = chance, random.Random(seed)
         self._queues: dict[Direction, list[Copy]] = {"out": [], "back": []}
-        self._on_host: dict[
-            int, Tensor
-        ] = {}  # by address: what the last copy out submitted puts there
+        # By address: what the last copy out that was submitted puts there.
+        self._on_host: dict[int, Tensor] = {}
 
     def out(self, source: Tensor, target: Tensor, after: Any) -> Copy:
-        self.traffic.out.append(source.nbytes)
+        self.sent.append(source.nbytes)
         copy = self._submit("out", source, target, after, source.clone())
         self._on_host[target.data_ptr()] = copy.before
         return copy
 
     def back(self, source: Tensor, target: Tensor, after: Any) -> Copy:
-        self.traffic.back.append(target.nbytes)
         if target.is_floating_point():
             target.fill_(float("nan"))
         return self._submit("back", target, source, after, self._on_host[source.data_ptr()])

@@ -83,27 +83,32 @@ def build(
     return model, made[0] if made else None
 
 
-def loss_of(model: Decoder, seed: int = 0, packed: bool = False) -> Tensor:
-    rows = masked_rows(ROWS, TOKENS, seed, packed)
-    documents = Documents.from_positions(rows["positions"])
-    return model(rows["tokens"], rows["positions"], rows["labels"], documents)
+def loss_of(
+    model: Decoder, seed: int = 0, packed: bool = False, rows: int = ROWS, tokens: int = TOKENS
+) -> Tensor:
+    batch = masked_rows(rows, tokens, seed, packed)
+    documents = Documents.from_positions(batch["positions"])
+    device = model.tok_embeddings.weight.device
+    batch = {name: x.to(device) for name, x in batch.items()}
+    return model(batch["tokens"], batch["positions"], batch["labels"], documents)
 
 
-def train(
-    model: Decoder, steps: int = 2, micro_batches: int = 2, packed: bool = False
-) -> list[Tensor]:
-    """Every loss, and after each step every gradient; weights move in between."""
+def train(model: Decoder, steps: int = 2, micro_batches: int = 2, **batch: Any) -> list[Tensor]:
+    """Every loss, and after each step every gradient; weights move in between.
+
+    batch: what `loss_of` takes.
+    """
     seen: list[Tensor] = []
     for step in range(steps):
         for i in range(micro_batches):
-            loss = loss_of(model, step * micro_batches + i, packed)
+            loss = loss_of(model, step * micro_batches + i, **batch)
             loss.backward()
             seen.append(loss.detach())
         seen += [grad.clone() for grad in gradients(model).values()]
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.01 * parameter.grad
+                parameter.sub_(parameter.grad, alpha=0.01)
                 parameter.grad = None
     return seen
 

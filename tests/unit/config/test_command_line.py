@@ -41,6 +41,35 @@ def test_a_boolean_may_be_a_flag_a_no_flag_or_a_word(load, flags, expected):
     assert load(f"[checkpoint]\nenable = {other}", *flags).checkpoint.enable is expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "auto"),
+        (["--activation_offload.early_fetch"], True),
+        (["--activation_offload.early_fetch", "--training.steps=3"], True),
+        (["--activation_offload.no_early_fetch"], False),
+        (["--activation_offload.early_fetch", "false"], False),
+        (["--activation_offload.early_fetch", "auto"], "auto"),
+        (["--activation_offload.early-fetch=auto"], "auto"),
+        (["--activation_offload.early_fetch", "--activation_offload.early_fetch=auto"], "auto"),
+    ],
+)
+def test_a_boolean_that_may_be_a_word_has_all_its_forms(load, flags, expected):
+    assert load_config(flags).activation_offload.early_fetch == expected
+    if flags:
+        text = "[activation_offload]\nearly_fetch = true"
+        assert load(text, *flags).activation_offload.early_fetch == expected
+
+
+def test_a_number_that_may_be_a_word_is_either():
+    flag = "--activation_offload.host_memory_gib"
+    assert load_config([flag, "1.5"]).activation_offload.host_memory_gib == 1.5
+    assert load_config([f"{flag}=auto"]).activation_offload.host_memory_gib == "auto"
+    flag = "--activation_checkpoint.selective_layers"
+    assert load_config([flag, "7"]).activation_checkpoint.selective_layers == 7
+    assert load_config([flag, "auto"]).activation_checkpoint.selective_layers == "auto"
+
+
 def test_lists_are_written_with_commas():
     flag = "--checkpoint.exclude_from_loading"
     assert load_config([flag, "a,b"]).checkpoint.exclude_from_loading == ["a", "b"]
@@ -85,6 +114,10 @@ def test_a_value_that_starts_with_dashes_follows_an_equals_sign():
         (["--training.seq_len=0.5M"], "expected a number of tokens"),
         (["--optimizer.lr=fast"], "expected a number"),
         (["--compile.enable=maybe"], "expected true or false"),
+        (["--compile.enable=auto"], "expected true or false"),
+        (["--activation_offload.early_fetch=often"], 'expected true or false or "auto"'),
+        (["--activation_offload.host_memory_gib=all"], 'expected a number or "auto"'),
+        (["--activation_checkpoint.selective_layers=2.5"], 'expected an integer or "auto"'),
         (["--attention.strategy=upype"], '"local", "ulysses", "upipe"'),
         (["--training.no_steps"], "has no `no_` form"),
         (["--compile.no_enable=true"], "takes no value; write --compile.enable true"),

@@ -59,7 +59,6 @@ def test_advice_names_only_keys_that_exist():
         ('model.attn_impl = "upipe_fa3_offload"', "attention.strategy"),
         ("parallelism.tensor_parallel_degree = 2", "parallelism.data_parallel_shard_degree"),
         ("parallelism.pipeline_parallel_degree = 2", "pipeline parallelism is not offered"),
-        ("activation_checkpoint.offloading = true", "offloading to host memory is not available"),
         ("training.chunked_loss = true", "tiling.loss_tokens"),
         ('training.pretrained_checkpoint_path = "x"', "checkpoint.initial_load_path"),
         ('model.converters = ["float8"]', "converters are not offered"),

@@ -99,6 +99,42 @@ def test_other_types_say_what_was_expected_too(mistake):
     assert "lr: no such key" not in mistake('[optimizer]\nlr = "1e-4"')
 
 
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ('host_memory_gib = "8"', 'a number or "auto", got a string; drop the quotes: 8'),
+        (
+            'host_memory_gib = "lots"',
+            'host_memory_gib = "lots": expected a number or "auto", got a',
+        ),
+        ("host_memory_gib = true", 'expected a number or "auto", got a boolean'),
+        ('early_fetch = "Auto"', 'expected true or false or "auto", got a string'),
+        ('early_fetch = "true"', 'true or false or "auto", got a string; drop the quotes: true'),
+        ("early_fetch = 1", 'expected true or false or "auto", got an integer'),
+        ('enable = "auto"', "expected true or false, got a string"),
+    ],
+)
+def test_where_a_word_may_stand_for_a_value_both_are_expected(mistake, line, answer):
+    assert answer in mistake(f"[activation_offload]\n{line}")
+
+
+def test_a_word_may_stand_for_a_value(load):
+    config = load(
+        '[activation_checkpoint]\nselective_layers = "auto"\n'
+        '[activation_offload]\nhost_memory_gib = "auto"\nearly_fetch = "auto"'
+    )
+    assert config.activation_checkpoint.selective_layers == "auto"
+    assert config.activation_offload.host_memory_gib == "auto"
+    assert config.activation_offload.early_fetch == "auto"
+    config = load(
+        "[activation_checkpoint]\nselective_layers = 0\n"
+        "[activation_offload]\nhost_memory_gib = 8\nearly_fetch = false"
+    )
+    assert config.activation_checkpoint.selective_layers == 0
+    assert type(config.activation_offload.host_memory_gib) is float
+    assert config.activation_offload.early_fetch is False
+
+
 def test_a_section_written_as_a_value_is_refused(mistake):
     assert "[model.rope] is a section, not a key" in mistake("[model]\nrope = 5")
     assert "[training] is a section, not a key" in mistake("training = 5")

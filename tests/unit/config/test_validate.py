@@ -185,6 +185,24 @@ def test_loading_needs_checkpoints_enabled(name, value):
     assert problems(checkpoint__enable=True, **settings) == []
 
 
+def test_offload_needs_checkpointed_blocks():
+    settings = {"activation_offload__enable": True}
+    for mode in ("selective", "full"):
+        assert problems(activation_checkpoint__mode=mode, **settings) == []
+    text = only(activation_checkpoint__mode="none", **settings)
+    assert 'activation_checkpoint.mode = "none"' in text and '"selective" or "full"' in text
+
+
+@pytest.mark.parametrize("gib", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("enable", [False, True])
+def test_an_amount_of_host_memory_is_above_zero(gib, enable):
+    settings = {"activation_offload__enable": enable}
+    text = only(activation_offload__host_memory_gib=gib, **settings)
+    assert f"activation_offload.host_memory_gib = {gib}" in text and '"auto"' in text
+    for fits in (0.5, "auto"):
+        assert problems(activation_offload__host_memory_gib=fits, **settings) == []
+
+
 def test_a_step_below_zero_is_no_step():
     assert "checkpoint.load_step = -2" in only(checkpoint__enable=True, checkpoint__load_step=-2)
 

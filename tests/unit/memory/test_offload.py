@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_those_without_checkpoint_bit_for_bit(
     assert_same(train(model, packed=packed), _plain(packed, hold, sum_kv))
     assert copies.faults == []
     assert (offload is None) == (where == "nowhere")
-    assert bool(copies.traffic.out) == (where != "nowhere")
+    assert bool(copies.sent) == (where != "nowhere")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -124,14 +124,14 @@ def test_block_inputs_but_the_last_and_attentions_outputs_go_and_nothing_else(
     model, offload = build(_settings(mode, every), copies=copies)
     loss = loss_of(model)
     one = sizes()
-    in_forward = Counter(copies.traffic.out)
+    in_forward = Counter(copies.sent)
     assert in_forward[one.input] == inputs
     outputs = LAYERS * one.outputs
-    assert sum(copies.traffic.out) == inputs * one.input + outputs * (mode == "selective")
+    assert sum(copies.sent) == inputs * one.input + outputs * (mode == "selective")
     loss.backward()
     # full: attention computed again passes through host memory, too.
-    assert sum(copies.traffic.out) == inputs * one.input + outputs
-    assert len(copies.traffic.out) == inputs + 2 * STAGES * LAYERS
+    assert sum(copies.sent) == inputs * one.input + outputs
+    assert len(copies.sent) == inputs + 2 * STAGES * LAYERS
     assert offload is not None and copies.faults == []
 
 
@@ -139,7 +139,7 @@ def test_without_offload_nothing_goes() -> None:
     copies = LateCopies()
     model, offload = build(_settings("selective", offload=False), copies=copies)
     loss_of(model).backward()
-    assert offload is None and copies.traffic.out == []
+    assert offload is None and copies.sent == []
 
 
 def test_what_does_not_fit_stays_or_is_computed_again() -> None:
@@ -151,7 +151,7 @@ def test_what_does_not_fit_stays_or_is_computed_again() -> None:
         model, offload = build(settings, copies=copies, host_bytes=budget, kernel=kernel)
         loss = loss_of(model)
         on_host = 1 if layers == "auto" else 2
-        assert sum(copies.traffic.out) == 2 * one.input + on_host * one.outputs
+        assert sum(copies.sent) == 2 * one.input + on_host * one.outputs
         loss.backward()
         assert kernel.calls["forward"] == CALLS * (kept + 2 * again)
         assert offload is not None and offload.memory.allocated <= budget
@@ -330,8 +330,8 @@ def test_a_view_comes_back_as_it_was(kind: str) -> None:
     parked = offload.park(x)
     offload.let_go([parked])
     offload.settle()
-    if x.numel():
-        x.untyped_storage().fill_(0)  # nothing of it is looked at any more
+    # Nothing of it is looked at any more.
+    torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).zero_()
     for got in (parked.get(), parked.take()):
         assert torch.equal(got, want)
         assert got.dtype == want.dtype and got.shape == want.shape
@@ -381,8 +381,9 @@ def test_what_is_dropped_on_its_way_goes_behind_its_copy(on_its_way: str) -> Non
     assert torch.equal(again.get(), torch.zeros(4)) and copies.faults == []
 
 
+@pytest.mark.parametrize("back_runs_first", [False, True])
 def test_copies_come_after_one_another_whatever_stream_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, back_runs_first: bool
 ) -> None:
     copies = LateCopies()
     monkeypatch.setattr(
@@ -393,6 +394,8 @@ def test_copies_come_after_one_another_whatever_stream_waits(
     parked.leave()
     parked.fetch()
     back = parked.get()
+    if back_runs_first:
+        copies.run(parked._copied)
     del parked
     y = torch.zeros(4)
     again = offload.park(y)  # in the same buffer
