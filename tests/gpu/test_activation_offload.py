@@ -159,14 +159,14 @@ def _traced(folder: Path) -> list[dict[str, Any]]:
     )
     model.to(bf16)
     model.execution.mlp_tokens = 8192
-    positions = torch.arange(LONG, device="cuda").view(1, -1)
+    angles = model.functions.rope.angles(torch.arange(LONG, device="cuda").view(1, -1))
     x = torch.randn(1, LONG, WIDE.dim, device="cuda", dtype=bf16, requires_grad=True)
     dy = torch.randn_like(x)
 
     def run() -> None:
         h = x * 1
         for block in model.blocks:
-            h = block(h, positions, None)
+            h = block(h, angles, None)
         h.backward(dy)
 
     for _ in range(2):
