@@ -236,6 +236,11 @@ def next_slot() -> Slot | None:
     return None if tape is None else tape.next_slot()
 
 
+def is_recomputed() -> bool:
+    """True in a checkpointed block: backward gets tensors that were made again for it alone."""
+    return _current.get() is not None
+
+
 def output_is_unused() -> bool:
     """True while a block is replayed: the output of its last operation is read by nobody."""
     tape = _current.get()

@@ -77,10 +77,12 @@ class _Tiled(torch.autograd.Function):
         fn: Callable[..., Tensor],
         tile_tokens: int,
         skip_output: bool,
+        gradient_over_input: bool,
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         ctx.fn, ctx.tile_tokens = fn, tile_tokens
+        ctx.gradient_over_input = gradient_over_input
         ctx.save_for_backward(x, *weights)
         if skip_output:
             return x.new_zeros(()).expand(x.shape)
@@ -97,10 +99,14 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, *needs_weights = ctx.needs_input_grad[3:]
+        needs_x, *needs_weights = ctx.needs_input_grad[4:]
         leaves = [leaf(w, need) for w, need in zip(weights, needs_weights, strict=True)]
         sums = [GradSum(w) for w in weights]
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
+        dx: Tensor | None = None
+        if needs_x and ctx.gradient_over_input:
+            dx = x  # a tile's rows are read before its gradient is written there
+        elif needs_x:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         for start, stop in tile_slices(x.shape[1], ctx.tile_tokens, x.shape[0]):
             x_tile = leaf(x[:, start:stop], needs_x)
             dx_tile, *dweights = vjp(ctx.fn, [x_tile, *leaves], [dy[:, start:stop]])
@@ -109,7 +115,7 @@ class _Tiled(torch.autograd.Function):
             for total, grad in zip(sums, dweights, strict=True):
                 total.add(grad)
         dws = [s.result() if need else None for s, need in zip(sums, needs_weights, strict=True)]
-        return (None, None, None, dx, *dws)
+        return (None, None, None, None, dx, *dws)
 
 
 def tiled(
@@ -118,6 +124,7 @@ def tiled(
     *weights: Tensor,
     tile_tokens: int,
     skip_output: bool = False,
+    gradient_over_input: bool = False,
 ) -> Tensor:
     """``fn(x, *weights)`` by tiles over dimension 1 of ``x`` [B, T, ...].
 
@@ -126,7 +133,9 @@ def tiled(
     tile_tokens: tokens per tile, all rows together; 0 for one tile.
     skip_output: return zeros of the shape of ``x`` instead of computing: only for a recomputation,
         where the output is not read but the inputs have to be saved again.
+    gradient_over_input: backward may write the gradient of ``x`` over it: only for an ``x`` that is
+        recomputed for this backward and read by nothing else.
 
     Keeps only ``x`` and the weights for backward.
     """
-    return _Tiled.apply(fn, tile_tokens, skip_output, x, *weights)
+    return _Tiled.apply(fn, tile_tokens, skip_output, gradient_over_input, x, *weights)

@@ -82,3 +82,23 @@ def test_tiles_cover_all_tokens_once_and_count_all_rows() -> None:
     assert list(tile_slices(10, 4, batch=2)) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
     assert list(tile_slices(10, 0)) == [(0, 10)]
     assert list(tile_slices(3, 1, batch=8)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_the_gradient_may_lie_over_the_input_and_is_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 9, 4), (4, 4)))
+
+    def run(over: bool) -> tuple[list[Tensor], bool]:
+        leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        inner = leaf_x * 1
+        memory = inner.data_ptr()
+        y = tiled(
+            lambda a, b: torch.tanh(a @ b), inner, leaf_w, tile_tokens=4, gradient_over_input=over
+        )
+        grad, dw = torch.autograd.grad(y.sum(), [inner, leaf_w])
+        return [grad, dw], grad.data_ptr() == memory
+
+    (apart, false), (over, true) = run(False), run(True)
+    assert true and not false
+    for a, b in zip(apart, over, strict=True):
+        assert torch.equal(a, b)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchtitan_lc.attention.kernels.base import Kernel
 
-# Elements of q up to which a call goes as it is: 1 GiB of bf16, so 2 GiB of fp32 dq.
-WHOLE = 2**29
+# Elements of q up to which a call goes as it is: 512 MiB of bf16, so 1 GiB of fp32 dq.
+WHOLE = 2**28
 
 
 class SplitGroups:

@@ -31,7 +31,7 @@ from torchtitan_lc.memory.checkpointing import Run, checkpoint_block
 from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.models.decoder.functions import Functions
 from torchtitan_lc.ops.loss import tiled_loss
-from torchtitan_lc.ops.recompute import output_is_unused
+from torchtitan_lc.ops.recompute import is_recomputed, output_is_unused
 from torchtitan_lc.ops.tiled import tiled
 
 
@@ -130,6 +130,7 @@ class TransformerBlock(nn.Module):
             mlp.w3.weight,
             tile_tokens=self.execution.mlp_tokens,
             skip_output=output_is_unused(),
+            gradient_over_input=is_recomputed(),
         )
 
 
