@@ -78,9 +78,7 @@ class _Segment:
     next: int = 0
 
     def next_tape(self, new_tape: Callable[[], Tape]) -> Tape:
-        if (
-            self.next
-        ):  # the first block begins with the segment, whose input has only begun to leave
+        if self.next:  # not at the first block: the segment's input has only begun to leave
             self.store.settle()
         if not self.again:
             self.tapes.append(new_tape())

@@ -7,11 +7,12 @@ beside its GPU, so that the pages lie in that NUMA node's memory.
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,21 @@ def _cgroup_room(root: Path) -> Iterator[int]:
             yield int(limit.read_text()) - int(used.read_text()) + cache
 
 
+def mapped(n_bytes: int) -> Tensor:
+    """n_bytes (at least 1) of fresh memory, in huge pages where the system gives them: there are fewer to
+    be found, zeroed and locked."""
+    memory = mmap.mmap(-1, n_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # EINVAL: a kernel without huge pages, for which the advice means nothing.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def _page_locked(n_bytes: int, device: torch.device) -> Tensor:
-    data = torch.empty(n_bytes, dtype=torch.uint8)
     if device.type != "cuda" or not n_bytes:
-        return data
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    data = mapped(n_bytes)
     with _beside(device):
         error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), n_bytes, 0)
     if int(error):

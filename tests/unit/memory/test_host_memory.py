@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_lc.memory.host_memory import HostMemory, available_bytes
+from torchtitan_lc.memory.host_memory import HostMemory, available_bytes, mapped
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -114,3 +114,12 @@ def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_this_machine_has_some() -> None:
     assert available_bytes(1) > 0
+
+
+def test_mapped_memory_has_the_size_asked_for_and_starts_empty() -> None:
+    data = mapped(3 * 2**21 + 5)
+    assert data.numel() == 3 * 2**21 + 5 and data.dtype == torch.uint8 and not data.any()
+    data.fill_(7)
+    view = data[:8].view(torch.int64)
+    del data
+    assert view.item() == 0x0707070707070707
