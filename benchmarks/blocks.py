@@ -168,7 +168,7 @@ class BlockCase:
         strategy.plan(shape.n_heads, shape.n_kv_heads)  # says what cannot be, before it is run
         rank = setting.peers.rank
         positions = positions_of(strategy.layout, rank, seq_len, setting.device)
-        angles = model.functions.rope.angles(positions)
+        angles = model.functions.rope.cos_sin(positions)
         result["kernel"] = self.kernel.name
 
         def step() -> None:

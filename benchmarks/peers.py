@@ -70,7 +70,7 @@ class PeerBlock:
 
     def at(self, seq_len: int, h: Tensor, result: Record) -> Case:
         attend = self.attention()
-        angles = self.model.functions.rope.angles(self.positions(seq_len))
+        angles = self.model.functions.rope.cos_sin(self.positions(seq_len))
 
         def block_of(block: Any) -> Callable[[Tensor], Tensor]:
             f, a = self.model.functions, block.attention

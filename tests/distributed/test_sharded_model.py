@@ -279,7 +279,7 @@ def _angles(rank: int, world_size: int, tmp: str) -> None:
     rotate, rope, seen = functions.rope.rotate, functions.rope, []
     layout, rank = trainer.strategy.layout, dist.get_rank()
     positions = layout.shard({"p": rows["positions"]}, rank)["p"]
-    exact_angles = rope.angles(positions, torch.float64)
+    exact_angles = rope.cos_sin(positions, torch.float64)
 
     def watched(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         rotated = rotate(x, angles)

@@ -99,7 +99,7 @@ def run(strategy: Any, case: Case, x: Tensor, positions: Tensor, documents: Any,
     """Output, gradient of x, gradients of the weights."""
     leaves = [w.to(x.dtype).requires_grad_() for w in case.weights]
     x = x.clone().requires_grad_()
-    places = ROPE.angles(positions, x.dtype)
+    places = ROPE.cos_sin(positions, x.dtype)
     y = strategy.attend(x, places, case.projections(leaves), documents)
     return y.detach(), *torch.autograd.grad(y, [x, *leaves], dy)
 
@@ -222,7 +222,7 @@ def _isolated(rank: int, world_size: int) -> None:
             mine = _cut(layout, x.float(), rank)
             positions = layout.shard({"p": case.positions}, rank)["p"]
             weights = [w.float() for w in case.weights]
-            places = ROPE.angles(positions)
+            places = ROPE.cos_sin(positions)
             y = strategy.attend(mine, places, case.projections(weights), documents)
             parts = [torch.empty_like(y) for _ in range(world_size)]
             dist.all_gather(parts, y)

@@ -159,7 +159,7 @@ def _traced(folder: Path) -> list[dict[str, Any]]:
     )
     model.to(bf16)
     model.execution.mlp_tokens = 8192
-    angles = model.functions.rope.angles(torch.arange(LONG, device="cuda").view(1, -1))
+    angles = model.functions.rope.cos_sin(torch.arange(LONG, device="cuda").view(1, -1))
     x = torch.randn(1, LONG, WIDE.dim, device="cuda", dtype=bf16, requires_grad=True)
     dy = torch.randn_like(x)
 

@@ -74,7 +74,7 @@ def test_rope_and_the_packed_buffer_are_right_beyond_2_31_elements(f: Functions)
         exchange.write_rows(packed, start, q[:, start : start + step])
     assert torch.equal(exchange.read_rows(packed, tokens - 3, tokens), q[:, -3:])
     positions = torch.arange(tokens, device="cuda").view(1, -1) + 10_000_000
-    angles = f.rope.angles(positions)
+    angles = f.rope.cos_sin(positions)
     # fp32 of the whole would be 2^31 elements of 4 bytes each, several times: rotate it in tiles.
     rotated = [
         f.rope.rotate(q[:, a : a + step], angles[:, a : a + step]) for a in range(0, tokens, step)

@@ -104,7 +104,7 @@ def _kernels(rank: int, world_size: int) -> list[str]:
             mine = [torch.cat([t[:, a:b] for a, b in cut], 1).to(device) for t in (x, dy)]
             where = strategy.layout.shard({"p": positions}, rank)["p"].to(device)
             leaf = mine[0].requires_grad_()
-            places = functions.rope.angles(where)
+            places = functions.rope.cos_sin(where)
             y = strategy.attend(leaf, places, attention.projections(scale), documents)
             grads = torch.autograd.grad(y, [leaf, *attention.parameters()], mine[1])
             return [y.detach(), *grads]

@@ -105,7 +105,7 @@ class Strategy(Protocol):
         """h + output(attention(query, key, value of norm(h))): [B, T, M] -> [B, T, M].
 
         places [B, T, ...]: what the projections take of each of this rank's tokens beside x: positions, or
-        angles made of them. No gradient. documents: those of the whole rows, the same on all
+        what rope makes of them. No gradient. documents: those of the whole rows, the same on all
         ranks; None where every row is one. Collective over the strategy's ranks, forward and backward.
         """
 

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) from integer positions.
 
-There is no table: angles are made from the positions that travel beside the tokens, once per batch for
+There is no table: cosines and sines are made from the positions that travel beside the tokens, once per batch for
 all layers, so nothing has to be
 sized for the longest row, sharded with it, or rebuilt after meta-device initialisation, and no mixed
 precision policy can round it. Pairing is Hugging Face's half rotation (i with i + D/2), so loading
@@ -236,15 +236,15 @@ class Rope:
             self._inv_freq[device] = inv_freq.to(device)
         return self._inv_freq[device]
 
-    def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """positions [B, t] (integers) -> angles in radians [B, t, D / 2] in ``dtype``."""
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """positions [B, t] (integers) -> cosines, then sines, of their angles: [B, t, D] in ``dtype``."""
         turns = positions.unsqueeze(-1).double() * (self.inv_freq(positions.device) / (2 * math.pi))
-        return ((turns - turns.round()) * (2 * math.pi)).to(dtype)
+        angles = ((turns - turns.round()) * (2 * math.pi)).to(dtype)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_scaling
 
-    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate x [B, t, n, D] by `angles`; the result has x's dtype."""
-        wide = angles.unsqueeze(-2)  # [B, t, 1, D/2]
-        cos, sin = wide.cos() * self.attention_scaling, wide.sin() * self.attention_scaling
-        first, second = x.to(angles.dtype).chunk(2, dim=-1)
+    def rotate(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotate x [B, t, n, D] by `cos_sin`; the result has x's dtype."""
+        cos, sin = cos_sin.unsqueeze(-2).chunk(2, dim=-1)  # [B, t, 1, D/2]
+        first, second = x.to(cos_sin.dtype).chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         return rotated.to(x.dtype)

@@ -79,7 +79,7 @@ def _measure(case: Case, results: Any) -> None:
         block.checkpoint = checkpoint_block(place.mode, partial(offload.block_store, place))
         if case.every > 1 and place.keeps_input:
             model.segments[i] = checkpoint_segment(partial(offload.segment_store, place))
-    angles = model.functions.rope.angles(torch.arange(TOKENS).view(1, -1))
+    angles = model.functions.rope.cos_sin(torch.arange(TOKENS).view(1, -1))
     before = torch.zeros(1, TOKENS, WIDTH, requires_grad=True)
     live = LiveMemory()
     live.ignore(list(model.parameters()))

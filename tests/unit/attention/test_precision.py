@@ -26,7 +26,7 @@ def _attention(strategy: StagedStrategy, dtype: torch.dtype) -> list[Tensor]:
     h, dy = torch.randn(2, 1, 256, 256, generator=generator).bfloat16().to(dtype)
     h.requires_grad_()
     wide = torch.promote_types(dtype, torch.float32)
-    angles = model.functions.rope.angles(torch.arange(256).view(1, -1), wide)
+    angles = model.functions.rope.cos_sin(torch.arange(256).view(1, -1), wide)
     projections = block.attention.projections(block.attention_norm.weight)
     y = strategy.attend(h, angles, projections)
     weights = [block.attention_norm.weight, *block.attention.parameters()]

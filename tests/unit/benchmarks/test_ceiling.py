@@ -27,7 +27,7 @@ def _calls(mode: Mode) -> Counting:
     block = model.blocks[0]
     block.checkpoint = checkpoint_block(mode)
     h = torch.randn(1, 16, 32, requires_grad=True)
-    block(h, model.functions.rope.angles(torch.arange(16).view(1, -1)), None).sum().backward()
+    block(h, model.functions.rope.cos_sin(torch.arange(16).view(1, -1)), None).sum().backward()
     return counting
 
 

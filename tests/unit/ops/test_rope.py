@@ -153,7 +153,7 @@ def test_yarn_multiplies_rotated_heads_by_its_factor_at_10_million_positions() -
     factor = 0.1 * math.log(4.0) + 1.0
     ones = torch.cat((torch.ones(32), torch.zeros(32))).view(1, 1, 1, 64)
     position = 10_000_019
-    got = rope.rotate(ones, rope.angles(torch.tensor([[position]])))[0, 0, 0]
+    got = rope.rotate(ones, rope.cos_sin(torch.tensor([[position]])))[0, 0, 0]
     for i in range(32):
         angle = math.fmod(position * rope.inv_freq()[i].item(), 2 * math.pi)
         assert abs(got[i].item() - factor * math.cos(angle)) < 2e-6, i
@@ -163,7 +163,7 @@ def test_yarn_multiplies_rotated_heads_by_its_factor_at_10_million_positions() -
 def test_dimension_i_is_paired_with_i_plus_half_as_in_hugging_face() -> None:
     x = torch.zeros(1, 1, 1, 8)
     x[..., 1] = 1.0
-    rotated = Rope(8, 10_000.0).rotate(x, Rope(8, 10_000.0).angles(torch.tensor([[3]])))[0, 0, 0]
+    rotated = Rope(8, 10_000.0).rotate(x, Rope(8, 10_000.0).cos_sin(torch.tensor([[3]])))[0, 0, 0]
     angle = 3 * 10_000.0 ** (-2 / 8)
     want = torch.zeros(8)
     want[1], want[5] = math.cos(angle), math.sin(angle)
@@ -174,7 +174,7 @@ def test_dimension_i_is_paired_with_i_plus_half_as_in_hugging_face() -> None:
 def test_angles_are_exact_at_any_position(position: int) -> None:
     rope = Rope(64, 500_000.0)
     ones = torch.cat((torch.ones(32), torch.zeros(32))).view(1, 1, 1, 64)
-    got = rope.rotate(ones, rope.angles(torch.tensor([[position]])))[0, 0, 0]
+    got = rope.rotate(ones, rope.cos_sin(torch.tensor([[position]])))[0, 0, 0]
     for i in range(32):
         # Python's fmod on exact products of integers and doubles: no fp32 anywhere.
         angle = math.fmod(position * rope.inv_freq()[i].item(), 2 * math.pi)
@@ -187,8 +187,8 @@ def test_a_bf16_model_rotates_with_full_precision_angles() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 4, 2, 64)
     positions = torch.tensor([[131_068, 131_069, 131_070, 131_071]])
-    want = rope.rotate(x.double(), rope.angles(positions))
-    got = rope.rotate(x.bfloat16(), rope.angles(positions))
+    want = rope.rotate(x.double(), rope.cos_sin(positions))
+    got = rope.rotate(x.bfloat16(), rope.cos_sin(positions))
     assert got.dtype == torch.bfloat16
     # Rounding of input and output to bf16 only; bf16 angles would be off by up to 1.9 radians.
     assert (got - want).abs().max() <= 2**-7 * x.abs().max()
@@ -198,8 +198,8 @@ def test_a_bf16_model_rotates_with_full_precision_angles() -> None:
 def test_there_is_no_table_that_a_longer_row_could_outgrow() -> None:
     rope = Rope(16, 10_000.0, Llama3Scaling(original_max_position_embeddings=32))
     x = torch.randn(1, 64, 1, 16)
-    whole = rope.rotate(x, rope.angles(torch.arange(64).view(1, -1)))
-    second = rope.rotate(x[:, 32:], rope.angles(torch.arange(32, 64).view(1, -1)))
+    whole = rope.rotate(x, rope.cos_sin(torch.arange(64).view(1, -1)))
+    second = rope.rotate(x[:, 32:], rope.cos_sin(torch.arange(32, 64).view(1, -1)))
     assert torch.equal(whole[:, 32:], second)
 
 

@@ -28,14 +28,14 @@ class Functions:
     def norm(self, h: Tensor, scale: Tensor) -> Tensor:
         return rms_norm(h, scale, self.eps)
 
-    def query(self, x: Tensor, angles: Tensor, *weights: Tensor) -> Tensor:
+    def query(self, x: Tensor, cos_sin: Tensor, *weights: Tensor) -> Tensor:
         """weights: the matrix, then the bias and the norm's scale where the model has them."""
-        return self._rotated_heads(x, angles, weights)
+        return self._rotated_heads(x, cos_sin, weights)
 
-    def key_value(self, x: Tensor, angles: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value(self, x: Tensor, cos_sin: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         """weights: those of the key as `query` takes them, then the value's matrix and bias."""
         of_value = len(weights) - self.linear_weights
-        k = self._rotated_heads(x, angles, weights[:of_value])
+        k = self._rotated_heads(x, cos_sin, weights[:of_value])
         return k, self._heads(F.linear(x, *weights[of_value:]))
 
     def output(self, out: Tensor, wo: Tensor) -> Tensor:
@@ -62,11 +62,11 @@ class Functions:
             compiled = torch.compile(getattr(self, name), backend=backend, dynamic=False)
             setattr(self, name, compiled)
 
-    def _rotated_heads(self, x: Tensor, angles: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    def _rotated_heads(self, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         heads = self._heads(F.linear(x, *weights[: self.linear_weights]))
         if self.qk_norm:
             heads = rms_norm(heads, weights[-1], self.eps)
-        return self.rope.rotate(heads, angles)
+        return self.rope.rotate(heads, cos_sin)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # [B, t, n*D] -> [B, t, n, D]

@@ -100,7 +100,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h [B, T, M], rope's angles [B, T, D / 2], documents of the whole rows -> [B, T, M].
+    """h [B, T, M], rope's cosines and sines [B, T, D], documents of the whole rows -> [B, T, M].
 
     checkpoint runs the two halves and decides what is kept of this block for backward.
     """
@@ -114,12 +114,12 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, h: Tensor, angles: Tensor, documents: Documents | None) -> Tensor:
-        return self.checkpoint(self._halves, h, angles, documents)
+    def forward(self, h: Tensor, cos_sin: Tensor, documents: Documents | None) -> Tensor:
+        return self.checkpoint(self._halves, h, cos_sin, documents)
 
-    def _halves(self, h: Tensor, angles: Tensor, documents: Documents | None) -> Tensor:
+    def _halves(self, h: Tensor, cos_sin: Tensor, documents: Documents | None) -> Tensor:
         projections = self.attention.projections(self.attention_norm.weight)
-        h = self.execution.strategy.attend(h, angles, projections, documents)
+        h = self.execution.strategy.attend(h, cos_sin, projections, documents)
         mlp = self.feed_forward
         return tiled(
             self.functions.mlp_half,
@@ -201,21 +201,21 @@ class Decoder(nn.Module):
         tied = self.tok_embeddings.weight if self.args.tie_embeddings else None
         h = self.tok_embeddings(tokens)
         wide = torch.promote_types(h.dtype, torch.float32)
-        angles = self.functions.rope.angles(positions, wide)
+        cos_sin = self.functions.rope.cos_sin(positions, wide)
         for start, stop in self._segments():
             segment = self.segments[start]
             if segment is not None:
-                h = segment(partial(self._run_blocks, start, stop), h, angles, documents)
+                h = segment(partial(self._run_blocks, start, stop), h, cos_sin, documents)
                 continue
             for block in self.blocks[start:stop]:  # here, where nothing else holds the first h
-                h = block(h, angles, documents)
+                h = block(h, cos_sin, documents)
         return self.head(h, labels, tied)
 
     def _run_blocks(
-        self, start: int, stop: int, h: Tensor, angles: Tensor, documents: Documents | None
+        self, start: int, stop: int, h: Tensor, cos_sin: Tensor, documents: Documents | None
     ) -> Tensor:
         for block in self.blocks[start:stop]:
-            h = block(h, angles, documents)
+            h = block(h, cos_sin, documents)
         return h
 
     def _segments(self) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ The order matters:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -45,18 +47,37 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
     if config.compile.enable:
         model.functions.compile(config.compile.backend)
 
-    # Embedding and head are units of their own, unless they share the table: then it belongs to the root.
-    tied = model.args.tie_embeddings
-    units = [*blocks, model.head] if tied else [model.tok_embeddings, *blocks, model.head]
-    free = config.parallelism.fsdp_reshard_after_forward
-    # "default": backward starts with the head and the last block, so freeing them buys nothing.
-    reshard = [free == "always" or (free == "default" and unit not in units[-2:]) for unit in units]
+    sharded = units(model, config.parallelism.fsdp_reshard_after_forward)
     shard_units(
         model,
-        units,
+        [unit.module for unit in sharded],
         meshes.fsdp,
         param_dtype=torch_dtype(config.training.mixed_precision_param),
         reduce_dtype=torch_dtype(config.training.mixed_precision_reduce),
-        reshard_after_forward=reshard,
+        reshard_after_forward=[unit.frees for unit in sharded],
         cpu_offload=config.training.enable_cpu_offload,
     )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP2 gathers together. frees: after its forward, to gather it again for backward."""
+
+    name: str
+    module: nn.Module
+    frees: bool
+
+
+def units(model: Decoder, reshard_after_forward: str) -> list[Unit]:
+    """In the order of forward; all that is in none of them is the root's, which is gathered first and kept.
+
+    Embedding and head are units of their own, unless they share the table: then it belongs to the root.
+    "default": backward starts with the head and the last block, so freeing them buys nothing.
+    """
+    blocks: list[tuple[str, nn.Module]] = [(f"block {i}", b) for i, b in enumerate(model.blocks)]
+    named = [*blocks, ("head", model.head)]
+    if not model.args.tie_embeddings:
+        named.insert(0, ("embedding", model.tok_embeddings))
+    always, default = reshard_after_forward == "always", reshard_after_forward == "default"
+    kept = {name for name, _ in named[-2:]}
+    return [Unit(name, module, always or (default and name not in kept)) for name, module in named]
