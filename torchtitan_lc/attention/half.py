@@ -107,7 +107,7 @@ class AttentionHalf(TiledProjections):
             *lse, out, dout, q = self._arrive(index, ahead, held)
             if self.overlap and index + 1 < len(stages):
                 ahead = self._backward_inputs_of(index + 1, dh1, outputs)
-            outputs.before_kernel(index)
+            outputs.before_kernel()
             dqs = self._stage_backward(stage, [dout, q, out, *lse], held, dheld)
             del lse, out, dout, q
             due = stage.releases if self.s.sum_kv_gradients else stage.arrivals
@@ -118,7 +118,7 @@ class AttentionHalf(TiledProjections):
             }
             for arrival in stage.releases:
                 del held[arrival]
-            outputs.after_kernel(index)  # what the kernel read is free: there is room for the next
+            outputs.after_kernel()  # what the kernel read is free: there is room for the next
             back.append(self._send_back(stage, dqs, dkvs, dx))
             while len(back) > (1 if self.overlap else 0):
                 back.pop(0)()
@@ -136,7 +136,7 @@ class AttentionHalf(TiledProjections):
         """lse, and on their way: out, its gradient, q, and k and v if they arrive with this stage."""
         stage = self.plan.stages[index]
         exchange = self.exchange(stage.q_heads)
-        out_packed, lse = outputs.take(index)
+        out_packed, lse = outputs.take()
         dout = exchange.seq_to_heads(
             self.output_backward(stage, dh1, out_packed), overlap=self.overlap
         )

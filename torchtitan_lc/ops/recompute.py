@@ -129,26 +129,27 @@ class Outputs:
                 out.leave()
                 lse.leave()
 
-    def before_kernel(self, stage: int) -> None:
-        """Backward is about to run the kernel of ``stage``."""
+    def before_kernel(self) -> None:
+        """Backward is about to run a kernel."""
         if self._store.early:
-            self._fetch_after(stage)
+            self._fetch_next()
 
-    def after_kernel(self, stage: int) -> None:
+    def after_kernel(self) -> None:
         if not self._store.early:
-            self._fetch_after(stage)
+            self._fetch_next()
 
-    def take(self, stage: int) -> tuple[Tensor, Tensor]:
-        out, lse = self._stages[stage]
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Of the first stage that has not been taken."""
+        out, lse = self._stages.pop(0)
         return out.take(), lse.take()
 
     def tensors(self) -> list[Tensor]:
         """out, lse, out, lse, ..."""
         return [x.get() for pair in self._stages for x in pair]
 
-    def _fetch_after(self, stage: int) -> None:
-        if stage + 1 < len(self._stages):
-            for stored in self._stages[stage + 1]:
+    def _fetch_next(self) -> None:
+        if self._stages:
+            for stored in self._stages[0]:
                 stored.fetch()
         else:
             self._store.fetch_ahead()

@@ -2,7 +2,8 @@
 
 Real tensors of Llama 3 8B's proportions on torch's fake process group: real shapes and real frees, no
 peers. The kernel is a stand-in that allocates what a flash kernel does: its results, and in fp32, twice the
-size of 16-bit tensors, dq and with grouped heads dk and dv. A change that keeps one buffer more breaks these numbers.
+size of 16-bit tensors, dq and with grouped heads dk and dv. A change that keeps one buffer more breaks these
+numbers.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Case:
     offload: bool = True
     every: int = 1
     early: bool = False
+    overlap: bool = False
+    split: bool = False  # large backward calls, as those of long rows are
 
 
 def _measure(case: Case, results: Any) -> None:
     """(peak of forward, kept for backward, peak of backward) of some blocks, without their weights and
-    what is on the host."""
+    what is on the host; and how many tensors came back from there."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -64,10 +67,18 @@ def _measure(case: Case, results: Any) -> None:
         tile_tokens=TILE,
         hold_normed_input=case.hold,
         sum_kv_gradients=case.sum_kv,
+        overlap_exchange=case.overlap,
     )
+    if case.split:
+        kernel: Any = model.execution.strategy.kernel
+        kernel.whole = 0
     model.execution.mlp_tokens = TILE
     memory = HostMemory(torch.device("cpu"))
-    offload = Offload(memory, HostCopies(), early=case.early)
+    copies = HostCopies()
+    brought_back = []
+    back = copies.back
+    copies.back = lambda *args: brought_back.append(1) or back(*args)  # type: ignore
+    offload = Offload(memory, copies, early=case.early)
     placements = place_layers(
         BLOCKS,
         Sizes(1, 1),
@@ -99,37 +110,48 @@ def _measure(case: Case, results: Any) -> None:
         kept = live.now - memory.allocated
         live.restart()
         loss.backward()
-    results.put((forward / B, kept / B, (live.peak - memory.allocated) / B))
+    peaks = forward / B, kept / B, (live.peak - memory.allocated) / B
+    results.put((*peaks, len(brought_back)))
+
+
+INPUTS, OUTPUTS = BLOCKS - 1, BLOCKS * 4 * 2  # out and lse of 4 stages
+# After the block's output is made again, out of all stages but the first waits on the host for its turn.
+AGAIN = BLOCKS * 3
 
 
 @pytest.mark.parametrize(
-    ("case", "forward", "kept", "backward"),
+    ("case", "forward", "kept", "backward", "brought_back"),
     [
         # lse: one number for 4 of q's, so 1/4 of out's size with a head size of 4; 1/128 in a real run
-        (Case(), 4.7, 1.05, 5.6),
-        (Case(mode="full"), 3.45, 1.05, 5.6),
-        (Case(sum_kv=True), 4.7, 1.05, 6.1),
-        (Case(hold=True), 4.7, 1.05, 6.6),
-        (Case(heads=2), 4.7, 1.05, 8.15),
-        (Case(strategy="ulysses"), 4.7, 1.05, 11.3),
-        (Case(early=True), 4.7, 1.05, 7.85),
-        (Case(every=2), 4.7, 1.05, 6.6),
-        (Case(every=2, mode="full"), 4.45, 1.05, 6.6),
-        (Case(offload=False), 9.2, 6.8, 11.05),
-        (Case(offload=False, mode="full"), 5.45, 3.05, 8.55),
+        (Case(), 4.7, 1.05, 5.6, INPUTS + OUTPUTS + AGAIN),
+        (Case(mode="full"), 3.45, 1.05, 5.6, INPUTS + 2 * AGAIN),
+        (Case(sum_kv=True), 4.7, 1.05, 6.1, INPUTS + OUTPUTS + AGAIN),
+        (Case(hold=True), 4.7, 1.05, 6.6, INPUTS + OUTPUTS + AGAIN),
+        (Case(heads=2), 4.7, 1.05, 8.2, INPUTS + OUTPUTS // 2 + BLOCKS),
+        (Case(heads=2, split=True), 4.7, 1.05, 7.45, INPUTS + OUTPUTS // 2 + BLOCKS),
+        (Case(strategy="ulysses"), 4.7, 1.05, 11.3, INPUTS + BLOCKS * 2),
+        (Case(strategy="ulysses", split=True), 4.7, 1.05, 9.55, INPUTS + BLOCKS * 2),
+        (Case(early=True), 4.7, 1.05, 7.85, INPUTS + OUTPUTS),
+        (Case(early=True, overlap=True), 4.7, 1.05, 10.95, INPUTS + OUTPUTS),
+        (Case(overlap=True), 4.7, 1.05, 9.1, INPUTS + OUTPUTS + AGAIN),
+        (Case(every=2), 4.7, 1.05, 6.6, None),
+        (Case(every=2, mode="full"), 4.45, 1.05, 6.6, None),
+        (Case(offload=False), 9.2, 6.8, 11.05, 0),
+        (Case(offload=False, mode="full"), 5.45, 3.05, 8.55, 0),
     ],
     ids=str,
 )
 def test_blocks_hold_no_more_than_their_schedule_needs(
-    case: Case, forward: float, kept: float, backward: float
+    case: Case, forward: float, kept: float, backward: float, brought_back: int | None
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     worker = context.Process(target=_measure, args=(case, results))
     worker.start()
-    got = results.get(timeout=60)
+    *got, came = results.get(timeout=60)
     worker.join()
     for what, value, bound in zip(
         ("forward", "kept", "backward"), got, (forward, kept, backward), strict=True
     ):
         assert bound - 0.1 <= value <= bound, f"{what}: {value:.2f} B"
+    assert brought_back in (None, came)
