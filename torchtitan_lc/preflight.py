@@ -40,6 +40,7 @@ from torchtitan_lc.models.spec import (
     identity,
     import_custom,
 )
+from torchtitan_lc.ops.linear import float8_missing
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
@@ -171,6 +172,8 @@ def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) 
             collect(lambda: layer_modes(ac.mode, selective, model.args.n_layers))
         if tokenizer is not None:
             collect(lambda: _check_vocabulary(tokenizer, model))
+        if config.float8.enable:
+            problems += _float8_problems(config, model, device_type)
     collect(lambda: check_dataset(config.training))
     collect(lambda: _check_dump_folder(config.job.dump_folder))
     problems += missing_packages(config.metrics)
@@ -208,6 +211,16 @@ def _check_strategy(config: JobConfig, args: Any, ranks_per_node: int | None) ->
         heads_per_stage=heads_per_stage,
     )
     strategy.check(attention_shape(config, args))
+
+
+def _float8_problems(config: JobConfig, model: JobModel, device_type: str) -> list[str]:
+    if model.spec.float8 is None:
+        return [
+            f"float8.enable = true: the model {model.spec.name!r} does not multiply in float8; set it to "
+            "false, or give its ModelSpec a `float8`"
+        ]
+    missing = float8_missing(device_type, config.float8.emulate)
+    return missing + model.spec.float8(model.args, config)
 
 
 def _check_fits(config: JobConfig, model: JobModel, path: Path) -> None:

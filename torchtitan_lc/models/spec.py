@@ -83,6 +83,8 @@ class ModelSpec:
     FSDP2 in place. adjust(args, config) -> args: takes over the config's model settings (rope).
     shrink(args) -> args: the same attention in a model that runs in a moment, for the self-check.
     warnings(args, config) -> what the log should say of the flavor's args under this config.
+    float8(args, config) -> what keeps [float8] from being used with these args, a text for each; None for
+    a model whose parallelize does not use it.
     hf: its form at Hugging Face, None for a model that has none."""
 
     name: str
@@ -92,6 +94,7 @@ class ModelSpec:
     adjust: Callable[[Any, JobConfig], Any] = lambda args, config: args
     shrink: Callable[[Any], Any] = lambda args: shrink_fields(args)
     warnings: Callable[[Any, JobConfig], list[str]] = lambda args, config: []
+    float8: Callable[[Any, JobConfig], list[str]] | None = None
     hf: HuggingFace | None = None
 
 

@@ -295,7 +295,9 @@ def test_what_is_written_gives_transformers_the_same_frequencies_without_a_warni
             transformers.AutoModelForCausalLM.from_config(theirs)
     finally:
         logging.getLogger("transformers").propagate = False
-    assert caplog.text == ""
+    # Packages that transformers imports where they are installed (torchao) may have their own to say.
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("transformers")]
+    assert said == []
     kind = theirs.rope_parameters["rope_type"]
     seq_len = 1024 if kind == "dynamic" else None
     if kind == "default":

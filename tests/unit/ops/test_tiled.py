@@ -86,7 +86,10 @@ def test_tiles_cover_all_tokens_once_and_count_all_rows() -> None:
 
 def test_the_gradient_may_lie_over_the_input_and_is_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 9, 4), (4, 4)))
+    x, w = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((2, 9, 4), (4, 4))
+    )
 
     def run(over: bool) -> tuple[list[Tensor], bool]:
         leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()

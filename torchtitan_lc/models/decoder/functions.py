@@ -7,42 +7,59 @@ cut to n heads.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.ops.linear import Linear
 from torchtitan_lc.ops.loss import cross_entropy_sum
 from torchtitan_lc.ops.mlp import swiglu
 from torchtitan_lc.ops.norm import rms_norm
 from torchtitan_lc.ops.rope import Rope
 
+# The products of a block, by their weight's name in it. The head is none of them.
+LINEARS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+
 
 class Functions:
+    """linears: what multiplies with each of a block's weights, by the weight's name."""
+
     def __init__(self, args: DecoderArgs) -> None:
         self.eps, self.head_dim = args.norm_eps, args.head_dim
         self.linear_weights = 2 if args.qkv_bias else 1  # to heads: a matrix, a bias
         self.qk_norm = args.qk_norm
         self.rope = Rope(args.head_dim, args.rope_theta, args.rope_scaling)
+        self.linears: dict[str, Linear] = dict.fromkeys(LINEARS, F.linear)
+
+    def with_linear(self, linear: Linear, names: Collection[str]) -> Functions:
+        """The same functions, not compiled yet, that multiply with the weights ``names`` by ``linear``."""
+        changed = copy.copy(self)
+        changed.linears = {**self.linears, **dict.fromkeys(names, linear)}
+        return changed
 
     def norm(self, h: Tensor, scale: Tensor) -> Tensor:
         return rms_norm(h, scale, self.eps)
 
     def query(self, x: Tensor, cos_sin: Tensor, *weights: Tensor) -> Tensor:
         """weights: the matrix, then the bias and the norm's scale where the model has them."""
-        return self._rotated_heads(x, cos_sin, weights)
+        return self._rotated_heads("wq", x, cos_sin, weights)
 
     def key_value(self, x: Tensor, cos_sin: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         """weights: those of the key as `query` takes them, then the value's matrix and bias."""
         of_value = len(weights) - self.linear_weights
-        k = self._rotated_heads(x, cos_sin, weights[:of_value])
-        return k, self._heads(F.linear(x, *weights[of_value:]))
+        k = self._rotated_heads("wk", x, cos_sin, weights[:of_value])
+        return k, self._heads(self.linears["wv"](x, *weights[of_value:]))
 
     def output(self, out: Tensor, wo: Tensor) -> Tensor:
-        return F.linear(out.flatten(-2), wo)
+        return self.linears["wo"](out.flatten(-2), wo)
 
     def mlp_half(self, h: Tensor, scale: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        return h + swiglu(rms_norm(h, scale, self.eps), w1, w2, w3)
+        linears = self.linears["w1"], self.linears["w2"], self.linears["w3"]
+        return h + swiglu(rms_norm(h, scale, self.eps), w1, w2, w3, linears)
 
     def logits(self, h: Tensor, scale: Tensor, table: Tensor) -> Tensor:
         return F.linear(rms_norm(h, scale, self.eps), table)
@@ -62,8 +79,10 @@ class Functions:
             compiled = torch.compile(getattr(self, name), backend=backend, dynamic=False)
             setattr(self, name, compiled)
 
-    def _rotated_heads(self, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        heads = self._heads(F.linear(x, *weights[: self.linear_weights]))
+    def _rotated_heads(
+        self, name: str, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]
+    ) -> Tensor:
+        heads = self._heads(self.linears[name](x, *weights[: self.linear_weights]))
         if self.qk_norm:
             heads = rms_norm(heads, weights[-1], self.eps)
         return self.rope.rotate(heads, cos_sin)

@@ -4,9 +4,10 @@ The order matters:
 1. strategy and tiles   decide which functions run, so everything after wraps those;
 2. checkpointing        and offload: wraps a block's two halves from inside it, so that recomputation in
                         backward happens within the FSDP unit, with the weights gathered;
-3. compile              replaces the pure tile functions, which know nothing of ranks: no graph
+3. float8               exchanges the products inside the tile functions;
+4. compile              replaces the pure tile functions, which know nothing of ranks: no graph
                         break at an exchange, one compilation for all layers;
-4. FSDP2                last, because it replaces the parameters by shards.
+5. FSDP2                last, because it replaces the parameters by shards.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchtitan_lc.distributed.fsdp import shard_units
 from torchtitan_lc.distributed.parallel_dims import Meshes
 from torchtitan_lc.memory.activations import set_up_blocks
 from torchtitan_lc.memory.placement import Sizes
+from torchtitan_lc.models.decoder.float8 import use_float8
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.tools.dtypes import torch_dtype
 
@@ -44,8 +46,12 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
     device = torch.device(meshes.fsdp.device_type)
     model.segments = set_up_blocks(blocks, config, sizes, device)
 
+    if config.float8.enable:
+        use_float8(model, config.float8)
+
     if config.compile.enable:
-        model.functions.compile(config.compile.backend)
+        for functions in {model.functions, *(block.functions for block in blocks)}:
+            functions.compile(config.compile.backend)
 
     sharded = units(model, config.parallelism.fsdp_reshard_after_forward)
     shard_units(

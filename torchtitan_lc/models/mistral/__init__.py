@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.float8 import float8_problems
 from torchtitan_lc.models.decoder.hf import Family, tensor_name
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.decoder.parallelize import parallelize
@@ -44,6 +45,7 @@ register_model(
         parallelize=parallelize,
         adjust=adjust,
         warnings=warnings,
+        float8=float8_problems,
         hf=HuggingFace(tensor_name, FAMILY.read_config, FAMILY.write_config),
     )
 )
