@@ -1,12 +1,12 @@
 """Start a job: find every mistake in this one process, then start the workers.
 
     run_train.sh ── python -m torchtitan_lc.launch --nproc_per_node 8 -- --config x.toml ...
-                      1. load the config     --help, --job.print_config and --plan end here
+                      1. load the config     --help, --job.print_config, --plan and --dry_run end here
                       2. preflight           all rule failures at once, before any process group
                       3. one `python -m torchtitan_lc.train <job arguments>` per rank
 
-Exit code: 0, 2 for a mistake of the user's, 3 for a plan that does not fit, else that of the failed
-worker (128 + n for signal n).
+Exit code: 0, 2 for a mistake of the user's, 3 for a plan or a dry run that does not fit, else that of the
+failed worker (128 + n for signal n).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
+from torchtitan_lc.dry_run import command as dry_run
 from torchtitan_lc.plan import command as plan
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import init_logger, logger
@@ -131,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if plan.is_asked(config):
             return plan.run(config)
+        if dry_run.is_asked(config):
+            return dry_run.run(config)
         return start(config, args, job_args)
     except UserError as error:
         indented = str(error).strip().replace("\n", "\n  ")

@@ -32,6 +32,8 @@ def checked_config(argv: list[str]) -> JobConfig:
     is_checked = is_launched()
     quiet = is_checked or not _is_first()
     config = load_config(argv, quiet=quiet)
+    if config.plan.enable or config.dry_run.enable:
+        raise UserError("--plan and --dry_run start no workers: give them to run_train.sh")
     if not is_checked:
         check_job(config, int(os.environ.get("WORLD_SIZE", "1")), device_type(), quiet=quiet)
     return config

@@ -188,11 +188,16 @@ class Trainer:
             module = spec.build(self.job_model.args)
         module.to(torch_dtype(config.training.dtype))
         spec.parallelize(module, config, self.strategy, self.meshes)
-        # FSDP2 fetches from the host what lives there.
-        module.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
-        with torch.no_grad():
-            cast(Model, module).init_weights(config.debug.seed)
+        self._fill(module)
         return module.train()
+
+    def _fill(self, module: nn.Module) -> None:
+        """Give this rank's shards their memory and their first values."""
+        # FSDP2 fetches from the host what lives there.
+        on_host = self.config.training.enable_cpu_offload
+        module.to_empty(device="cpu" if on_host else self.device)
+        with torch.no_grad():
+            cast(Model, module).init_weights(self.config.debug.seed)
 
     # -- the loop
 

@@ -60,6 +60,15 @@ def test_what_the_launcher_has_checked_and_said_is_not_repeated(
     assert checks == [] and caplog.text == ""
 
 
+@pytest.mark.parametrize("flag", ["--plan", "--dry_run"])
+def test_a_worker_does_not_train_where_a_plan_or_a_dry_run_is_asked_for(
+    flag: str, checks: list[tuple[int, bool]]
+) -> None:
+    with pytest.raises(UserError, match=r"give them to run_train.sh"):
+        train.checked_config([flag])
+    assert checks == []
+
+
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_only_a_worker_of_the_launcher_ends_with_its_parent(
     is_launched: bool, checks: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch

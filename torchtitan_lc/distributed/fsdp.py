@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# torch's FSDP is imported where it is used: it takes a second, and a plan needs only models.
 
 
 def shard_units(
@@ -30,11 +28,18 @@ def shard_units(
 
     Weights are gathered in ``param_dtype``, gradients summed over ranks in ``reduce_dtype``; the shards
     keep the dtype they have. Forward inputs are not cast: blocks get hidden states that already have
-    param_dtype, and angles that must keep theirs.
+    param_dtype, and rope's cosines and sines, which must keep theirs.
 
     cpu_offload: shards and their gradients live in host memory (page-locked where the mesh is one of
     GPUs); a unit's shards go to the device when it is gathered. Materialise the model on the CPU then.
     """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -62,6 +67,8 @@ def sum_gradients(modules: Iterable[nn.Module]) -> None:
     division happens. A factor of 1 alone asks gloo for a reduction that it lacks; forcing SUM gives the
     same on every backend.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for module in modules:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -12,8 +12,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _CHUNK = (
     1 << 24
@@ -37,6 +35,10 @@ def normal_(parameter: Tensor, name: str, *, seed: int, std: float) -> None:
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, torch.Size, tuple[int, ...]]:
     """This rank's tensor, the whole parameter's shape, and where the one lies in the other."""
+    # Not at the top: half a second, and a plan has no use for it.
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if isinstance(parameter, DTensor):
         _, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+# torch's DTensor is imported where it is used: it takes half a second, and a plan has no use for it.
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
@@ -21,6 +22,8 @@ def max_over_ranks(value: Tensor) -> Tensor:
 
 
 def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     if isinstance(value, DTensor):
         # Each rank's own share: reducing full_tensor() would count it once per rank.
         value = value.to_local()
@@ -35,6 +38,8 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     Parameters may live on different meshes, or be plain tensors that every rank holds whole: norms
     are taken mesh by mesh and then combined, so that no replica counts twice.
     """
+    from torch.distributed.tensor import DTensor
+
     norms = []
     for group in _by_mesh(parameters):
         norm = get_total_norm([p.grad for p in group if p.grad is not None])
@@ -57,6 +62,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters that have a gradient, by the mesh that it lies on; torch's functions take no mixture."""
+    from torch.distributed.tensor import DTensor
+
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
