@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from benchmarks.meters import HostUse, Traffic, exchange_gbps, extrapolated
+from benchmarks.meters import Traffic, exchange_gbps, extrapolated
 from benchmarks.record import (
     RESULTS,
     Record,
@@ -44,28 +44,23 @@ from benchmarks.record import (
     without_paths,
     write,
 )
-from benchmarks.shapes import StandIn, join
+from benchmarks.shapes import join
 from benchmarks.timing import GIB, now, release
+from torchtitan_lc.attention.kernels.stand_in import StandIn
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
 from torchtitan_lc.config.token_count import parse_token_count
+from torchtitan_lc.dry_run.job import alone
+from torchtitan_lc.memory.host_use import HostUse
 from torchtitan_lc.models.spec import get_model
 from torchtitan_lc.preflight import check_job
 from torchtitan_lc.tools.hardware import device_type
 from torchtitan_lc.trainer import Trainer
 
-NOT_THE_JOBS = (
-    "--attention.no_self_check",
-    "--training.no_isolate_documents",
-    "--checkpoint.no_enable",
-    "--metrics.no_enable_tensorboard",
-    "--metrics.disable_color_printing",
-)
-
 
 def job(flags: Sequence[str], seq_len: int | None, layers: int | None, ranks: int) -> JobConfig:
     lengths = [] if seq_len is None else [f"--training.seq_len={seq_len}"]
-    config = load_config([*NOT_THE_JOBS, *flags, *lengths], quiet=True)
+    config = alone(load_config([*flags, *lengths], quiet=True))
     if layers is not None:
         flavors = cast(dict[str, Any], get_model(config.model.name).flavors)
         name = f"{config.model.flavor}, {layers} layers"

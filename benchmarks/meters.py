@@ -1,6 +1,6 @@
-"""What one process that stands for a rank of many cannot show by itself: traffic, and host memory.
+"""What one process that stands for a rank of many cannot show by itself: traffic, and the time of all layers.
 
-Both count by wrapping functions while a context is entered; what is counted runs as it would.
+Traffic is counted by wrapping functions while a context is entered; what is counted runs as it would.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.record import read
-from torchtitan_lc.memory.host_memory import HostBuffer, HostMemory
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")  # torch 2.11, 2.13
 REDUCES = ("reduce_scatter_tensor", "reduce_scatter_single")
@@ -59,30 +58,6 @@ class Traffic:
             self.fsdp += n_bytes * (ranks - 1) // ranks
         else:
             self.exchange += n_bytes * (ranks - 1) // ranks
-
-
-@dataclass
-class HostUse:
-    """Bytes of host memory that offloaded activations need at once, whether buffers are shared or not."""
-
-    now: int = 0
-    peak: int = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        take, give = HostMemory.take, HostMemory.give
-
-        def taken(memory: HostMemory, n_bytes: int) -> HostBuffer:
-            self.now += n_bytes
-            self.peak = max(self.peak, self.now)
-            return take(memory, n_bytes)
-
-        def given(memory: HostMemory, buffer: HostBuffer) -> None:
-            self.now -= buffer.data.numel()
-            give(memory, buffer)
-
-        with patch.object(HostMemory, "take", taken), patch.object(HostMemory, "give", given):
-            yield
 
 
 def exchange_gbps(text: str) -> float:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from torch import Tensor
 from torchtitan_lc.attention.kernels import Kernel, choose_kernel
 from torchtitan_lc.attention.kernels.stand_in import StandIn
 from torchtitan_lc.attention.layout import Layout
+from torchtitan_lc.distributed.fake_ranks import join_fake_ranks
 
 
 @dataclass(frozen=True)
@@ -108,44 +106,10 @@ def join(ranks: int, kind: str) -> torch.device:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
     else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        _have_peers_answer(device)
+        join_fake_ranks(ranks, device)
     if dist.get_world_size() != ranks:
         raise SystemExit(f"--ranks {ranks}, but {dist.get_world_size()} are running")
     return device
-
-
-def _have_peers_answer(device: torch.device) -> None:
-    """Some releases' fake group leaves what should have arrived as it was: old memory, NaNs among it,
-    which kernels may compute faster or slower. There, what arrives is a copy of what was sent."""
-    one, many = torch.ones(1, device=device), torch.ones(dist.get_world_size(), device=device)
-    shapes = {
-        "all_to_all_single": (many, many),
-        "all_gather_into_tensor": (many, one),
-        "reduce_scatter_tensor": (one, many),
-    }
-    for name, (output, sent) in shapes.items():
-        arrived = torch.zeros_like(output)
-        getattr(dist, name)(arrived, sent)
-        if not arrived.all():
-            setattr(dist, name, answering(getattr(dist, name)))
-
-
-def answering(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that fills its output with what it sends, again and again, then does ``call``."""
-    takes = inspect.signature(call)
-
-    @wraps(call)  # others look at its signature, too
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        output, sent, *_ = takes.bind(*args, **kwargs).arguments.values()
-        source = sent.reshape(-1)
-        for part in output.view(-1).split(source.numel()):
-            part.copy_(source[: part.numel()])
-        return call(*args, **kwargs)
-
-    return wrapped
 
 
 def peers() -> str:

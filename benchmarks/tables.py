@@ -5,6 +5,7 @@ python -m benchmarks.tables
 <!-- table: bench_block block_8b_2xh200 -->       the script that wrote the results, and their names
 ...                                               replaced by the script's table of them
 <!-- end of table -->
+<!-- table: record_8gpus.speed_table NAME -->      another table of the script
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from benchmarks.record import RESULTS, ROOT, read
 
 MARKED = re.compile(
-    r"(<!-- table: (?P<script>\w+) (?P<names>[^>]+?) -->\n).*?(<!-- end of table -->)", re.S
+    r"(<!-- table: (?P<script>\w+)(?:\.(?P<table>\w+))? (?P<names>[^>]+?) -->\n)"
+    r".*?(?P<end><!-- end of table -->)",
+    re.S,
 )
 
 
@@ -28,7 +31,8 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
     def table(match: re.Match[str]) -> str:
         records = [read(results / f"{name}.json") for name in match["names"].split()]
         module = importlib.import_module(f"benchmarks.{match['script']}")
-        return f"{match[1]}\n{module.table(records)}\n{match[4]}"
+        made = getattr(module, match["table"] or "table")(records)
+        return f"{match[1]}\n{made}\n{match['end']}"
 
     return MARKED.sub(table, text)
 

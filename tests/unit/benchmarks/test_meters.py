@@ -1,4 +1,4 @@
-"""Traffic, host memory, and extrapolation over layers."""
+"""Traffic, and extrapolation over layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.meters import HostUse, Traffic, exchange_gbps, extrapolated
-from benchmarks.shapes import answering
+from benchmarks.meters import Traffic, exchange_gbps, extrapolated
 from tests.helpers import run_distributed
-from torchtitan_lc.memory.host_memory import HostMemory
 
 
 def _traffic(rank: int, ranks: int) -> tuple[int, int]:
@@ -31,30 +29,6 @@ def test_bytes_that_leave_a_rank_are_counted() -> None:
     for exchange, fsdp in run_distributed(_traffic, 4):
         assert exchange == 3 * own
         assert fsdp == 3 * own + 3 * own
-
-
-def test_host_memory_is_what_is_held_at_once_even_where_buffers_are_shared() -> None:
-    use, memory = HostUse(), HostMemory(torch.device("cpu"), shared=True)
-    with use.counting():
-        held = [memory.take(100), memory.take(100)]
-        memory.give(held.pop())
-        memory.take(50)
-    assert (use.peak, use.now) == (200, 150)
-    assert memory.allocated == 150
-
-
-def test_silent_peers_are_answered_for() -> None:
-    calls = []
-
-    def silent(output: torch.Tensor, input: torch.Tensor, group: object = None) -> str:
-        calls.append(group)
-        return "work"
-
-    sent, arrived, part = torch.arange(4.0), torch.zeros(8), torch.zeros(2)
-    assert answering(silent)(arrived, input=sent, group="g") == "work"
-    assert answering(silent)(part, sent) == "work"
-    assert arrived.tolist() == [0, 1, 2, 3, 0, 1, 2, 3] and part.tolist() == [0, 1]
-    assert calls == ["g", None]
 
 
 def test_the_rate_is_a_number_or_that_of_the_largest_exchange(tmp_path: Path) -> None:
