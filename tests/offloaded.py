@@ -77,9 +77,10 @@ def build(
             patches.enter_context(
                 patch.object(activations, "place_layers", lambda *_, **__: list(placements))
             )
-        model.segments = activations.set_up_blocks(
+        run = activations.set_up_blocks(
             model.blocks, tiny_config(settings), bytes_of or sizes(), torch.device(device)
         )
+        model.segments, model.after_last_block = run.segments, run.after_last
     return model, made[0] if made else None
 
 

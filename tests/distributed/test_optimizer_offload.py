@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,6 @@ from tests.helpers import run_distributed
 from tests.tiny import register_tiny, tiny_config
 from torchtitan_lc.components.metrics import MetricsProcessor
 from torchtitan_lc.components.offloaded_adam import OffloadedAdam
-from torchtitan_lc.distributed import fsdp
 from torchtitan_lc.trainer import StepResult, Trainer
 
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ def _policies(rank: int, world_size: int, tmp: str) -> list[list[str]]:
     found = []
     for offload in ("none", "all"):
         policies: list[str] = []
-        real = fsdp.fully_shard
+        real = torch_fsdp.fully_shard
 
         def watched(*args: Any, real: Any = real, policies: Any = policies, **kwargs: Any) -> Any:
             policy = kwargs["offload_policy"]
@@ -131,11 +131,11 @@ def _policies(rank: int, world_size: int, tmp: str) -> list[list[str]]:
             policies.append(type(policy).__name__ + (" pinned" if pinned else ""))
             return real(*args, **kwargs)
 
-        fsdp.fully_shard = watched
+        torch_fsdp.fully_shard = watched
         try:
             train(tmp, 1, "cpu", OFFLOADS[offload])
         finally:
-            fsdp.fully_shard = real
+            torch_fsdp.fully_shard = real
         found.append(policies)
     return found
 

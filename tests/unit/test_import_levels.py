@@ -19,6 +19,7 @@ FOLDER_LEVELS = {
     "memory": 2,
     "components": 4,
     "plan": 5,
+    "dry_run": 6,
 }
 TOP_LEVELS = {
     "__init__": 0,

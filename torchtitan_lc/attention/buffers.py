@@ -1,8 +1,8 @@
 """What the attention half of a block holds, in plain integers: its own answer to a planner.
 
-Each function walks through the same steps as the method of `AttentionHalf` (half.py) or `Ring` (ring.py)
-that its docstring names and writes down what is allocated and freed. A change there belongs here too;
-tests/unit/plan/test_attention_buffers.py compares both on real tensors.
+Each function walks through the same steps as the method of `AttentionHalf` (half.py), `TiledProjections`
+(projecting.py) or `Ring` (ring.py) that its docstring names and writes down what is allocated and freed. A
+change there belongs here too; tests/unit/plan/test_attention_buffers.py compares both on the meta device.
 
 The rank is the one that owns most heads. Letters: T tokens of a rank, S those of all ranks that exchange
 heads, D head size, n query and m KV heads of the rank at a stage.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan_lc.attention.heads import HeadPlan, Heads, Stage
+from torchtitan_lc.attention.kernels.split import WHOLE
 from torchtitan_lc.tools.ledger import Ledger
 
 _FLASH_BLOCK = 128  # tokens to which flash kernels round their accumulators
@@ -21,7 +22,7 @@ _FLASH_BLOCK = 128  # tokens to which flash kernels round their accumulators
 @dataclass(frozen=True)
 class Tiles:
     """Bytes of one tile of tokens at its worst moment, for the widest stage: temporaries of a model's
-    projections, in the order in which half.py calls them."""
+    projections, in the order in which projecting.py makes them."""
 
     query: int = 0
     key_value: int = 0
@@ -52,6 +53,7 @@ class Sizes:
     ring: int = 1
     hold_normed_input: bool = False
     sum_kv_gradients: bool = True
+    overlap_exchange: bool = False
     tiles: Tiles = Tiles()
     weights: tuple[int, int, int] = (0, 0, 0)
 
@@ -90,9 +92,18 @@ class Sizes:
         return self.plan.ranks > 1
 
     @property
+    def overlaps(self) -> bool:
+        return self.exchanges and self.overlap_exchange
+
+    @property
     def copies(self) -> int:
         """Buffers of a stage that an exchange copies because rows lie side by side."""
         return 1 if self.exchanges and self.rows > 1 else 0
+
+    @property
+    def head(self) -> int:
+        """One head of S tokens."""
+        return self.plan.ranks * self.per_head()
 
 
 def kept(s: Sizes) -> int:
@@ -103,30 +114,35 @@ def kept(s: Sizes) -> int:
 # -- kernels
 
 
-def forward_workspace(
-    kernel: str, n: int, m: int, queries: int, keys: int, d: int, wide: int
-) -> int:
+def forward_workspace(kernel: str, n: int, queries: int, keys: int, wide: int) -> int:
     """Bytes that a kernel allocates beside its results; queries and keys are tokens of all rows."""
-    if kernel == "math":
-        return 3 * n * queries * keys * wide
-    return 0
+    return 3 * n * queries * keys * wide if kernel == "math" else 0
 
 
 def backward_workspace(
-    kernel: str, n: int, m: int, queries: int, keys: int, d: int, wide: int
+    kernel: str, n: int, m: int, queries: int, keys: int, d: int, itemsize: int
 ) -> int:
+    """The same of a backward call as `SplitGroups` (kernels/split.py) makes it: whole, or a member of
+    each group at a time, whose results lie beside those of all."""
+    wide = max(itemsize, 4)
+    if n <= m or n * queries * d <= WHOLE:
+        return _of_one_call(kernel, n, m, queries, keys, d, wide)
+    part = m * (queries + 2 * keys) * d * itemsize + m * queries * wide
+    return part + _of_one_call(kernel, m, m, queries, keys, d, wide)
+
+
+def _of_one_call(kernel: str, n: int, m: int, queries: int, keys: int, d: int, wide: int) -> int:
     """The flash family sums dq in fp32, with two numbers per query beside it; dk and dv of grouped heads
     in fp32 (FlashAttention 3 and 4), or in the inputs' dtype for every query head (2)."""
     if kernel == "math":
         return 5 * n * queries * keys * wide
     if kernel == "cpu":
         return n * queries * wide
+    if kernel == "stand-in":
+        return (n * queries + (2 * m * keys if n > m else 0)) * d * wide
     queries = -(-queries // _FLASH_BLOCK) * _FLASH_BLOCK
     keys = -(-keys // _FLASH_BLOCK) * _FLASH_BLOCK
-    size = n * queries * d * wide
-    if kernel == "stand-in":
-        return size
-    size += 2 * n * queries * wide
+    size = n * queries * (d + 2) * wide
     if n == m or kernel == "cudnn":
         return size
     if kernel in ("sdpa", "fa2"):
@@ -134,37 +150,40 @@ def backward_workspace(
     return size + 2 * m * keys * d * wide
 
 
-# -- forward: AttentionHalf._attend and _add_outputs
+# -- forward: AttentionHalf._attend, and TiledProjections.add_outputs
 
 
 def forward(ledger: Ledger, s: Sizes) -> None:
     """From h (in the ledger already) to h1; "attention output" (out and log-sum-exp) is kept, and
     "h1" is alive at the end."""
+    stages = s.plan.stages
     if s.hold_normed_input:
         ledger.take("normed input", s.hidden)
         ledger.moment(projection_tile=s.tiles.norm)
-    previous_out = 0
-    for stage in s.plan.stages:
-        if any(stage.kv_heads):
-            _project_key_value(ledger, s, stage)
-        _project_query(ledger, s, stage)
+    _project_inputs(ledger, s, stages[0])
+    under_way = 0
+    for index, stage in enumerate(stages):
+        _inputs_arrive(ledger, s, stage)
+        if s.overlaps and index + 1 < len(stages):
+            _project_inputs(ledger, s, stages[index + 1])
         out = s.mine(stage.q_heads)
-        lse = s.lse(len(stage.q_heads[0]))
         _kernel_forward(ledger, s, stage)
-        ledger.take("attention output", lse)
+        ledger.take("attention output", s.lse(len(stage.q_heads[0])))
         ledger.take("out", out)
-        ledger.free("q", s.mine(stage.q_heads))
-        ledger.free("out", previous_out)
+        ledger.free("q", out)
         for arrival in stage.releases:
-            ledger.free("k and v", 2 * s.mine(s.plan.stages[arrival].kv_heads))
+            ledger.free("k and v", 2 * s.mine(stages[arrival].kv_heads))
         if s.exchanges:
             with ledger.during(exchange=s.copies * out):
                 ledger.take("attention output", s.packed(stage.q_heads))
-            previous_out = out
         else:
             ledger.take("attention output", out)
-            ledger.free("out", out)
-    ledger.free("out", previous_out)
+        ledger.free("out", under_way if s.overlaps else out)
+        under_way = out
+        if not s.overlaps and index + 1 < len(stages):
+            _project_inputs(ledger, s, stages[index + 1])
+    if s.overlaps:
+        ledger.free("out", under_way)
     if s.hold_normed_input:
         ledger.free("normed input")
     add_outputs(ledger, s)
@@ -180,57 +199,58 @@ def _kernel_forward(ledger: Ledger, s: Sizes, stage: Stage) -> None:
     """Whatever lives beside q, k, v while out is made; the results are its caller's to write down."""
     segments = stage.segments[0]
     n, q = len(stage.q_heads[0]), s.mine(stage.q_heads)
-    tokens = s.rows * s.plan.ranks * s.tokens
     if s.ring > 1:
         _ring_forward(ledger, s, n, max(seg.kv_stop - seg.kv_start for seg in segments))
-    heads = max(segments, key=lambda seg: seg.q_stop - seg.q_start)
-    work = forward_workspace(
-        s.kernel,
-        heads.q_stop - heads.q_start,
-        heads.kv_stop - heads.kv_start,
-        tokens,
-        s.plan.ranks * s.tokens,
-        s.head_dim,
-        s.wide,
-    )
+    tokens = s.plan.ranks * s.tokens
+    heads = max(seg.q_stop - seg.q_start for seg in segments)
+    work = forward_workspace(s.kernel, heads, s.rows * tokens, tokens, s.wide)
     joined = q + s.lse(n) if len(segments) > 1 else 0  # parts, while they are joined
     ledger.moment(out=q + s.lse(n), kernel_workspace=max(work, joined))
 
 
 def _ring_forward(ledger: Ledger, s: Sizes, n: int, m: int) -> None:
-    """Ring.forward: the sum of out in fp32, k and v at hand, on their way, and those of the first step; a
-    part and its product."""
-    head = s.plan.ranks * s.per_head()
-    wide = head * s.wide // s.itemsize
+    """Ring.forward: the sum of out in fp32, k and v at hand and on their way, and a part with its product."""
+    out, lse = n * s.head, s.lse(n)
+    wide = out * s.wide // s.itemsize
     ledger.moment(
-        ring_k_and_v=min(s.ring - 1, 3) * 2 * m * head,
-        ring_sums=n * wide + s.lse(n),
-        out=n * head + s.lse(n),
-        ring_part=n * head + s.lse(n) + n * wide,
+        ring_k_and_v=min(s.ring - 1, 2) * 2 * m * s.head,
+        ring_sums=wide + lse,
+        ring_part=out + lse + wide + 3 * lse,
     )
+    ledger.moment(ring_sums=wide, out=out + lse)
 
 
-def _project_query(ledger: Ledger, s: Sizes, stage: Stage) -> None:
-    """Leaves "q" in head layout."""
+def _project_inputs(ledger: Ledger, s: Sizes, stage: Stage) -> None:
+    """AttentionHalf._inputs_of: "q", and before it "k and v" if they arrive with the stage. Where
+    exchanges overlap, what is sent stays until they have ended."""
+    sent_stays = s.overlaps
+    if any(stage.kv_heads):
+        packed, mine = s.packed(stage.kv_heads), s.mine(stage.kv_heads)
+        ledger.take("k and v", 2 * packed)
+        ledger.moment(projection_tile=s.tiles.key_value)
+        for _ in range(2 if s.exchanges else 0):
+            ledger.take("k and v", mine)
+            ledger.free("k and v", 0 if sent_stays else packed)
     packed, mine = s.packed(stage.q_heads), s.mine(stage.q_heads)
     ledger.take("q", packed)
     ledger.moment(projection_tile=s.tiles.query)
     if s.exchanges:
         ledger.take("q", mine)
-        ledger.moment(exchange=s.copies * mine)
-        ledger.free("q", packed)
+        ledger.free("q", 0 if sent_stays else packed)
 
 
-def _project_key_value(ledger: Ledger, s: Sizes, stage: Stage) -> None:
-    """Leaves "k and v" of the heads that arrive with the stage."""
-    packed, mine = s.packed(stage.kv_heads), s.mine(stage.kv_heads)
-    ledger.take("k and v", 2 * packed)
-    ledger.moment(projection_tile=s.tiles.key_value)
-    if s.exchanges:
+def _inputs_arrive(ledger: Ledger, s: Sizes, stage: Stage) -> None:
+    if any(stage.kv_heads):
         for _ in range(2):
-            ledger.take("k and v", mine)
-            ledger.moment(exchange=s.copies * mine)
-            ledger.free("k and v", packed)
+            _arrive(ledger, s, "k and v", stage.kv_heads)
+    _arrive(ledger, s, "q", stage.q_heads)
+
+
+def _arrive(ledger: Ledger, s: Sizes, name: str, heads: tuple[Heads, ...]) -> None:
+    """Travelling.arrive, to head layout."""
+    if s.overlaps:
+        ledger.free(name, s.packed(heads))
+    ledger.moment(exchange=s.copies * s.mine(heads))
 
 
 # -- backward: AttentionHalf.backward
@@ -264,125 +284,203 @@ def backward(ledger: Ledger, s: Sizes, kept: Kept) -> None:
 
     Leaves "dx" (at the end the gradient of h), "weight gradients" and what was fetched "ahead".
     """
-    ledger.take("dx", s.hidden)
-    if s.hold_normed_input:
-        ledger.take("normed input", s.hidden)
-        ledger.moment(projection_tile=s.tiles.norm)
-    sums = [weights * s.wide for weights in s.weights]
-    summed: dict[int, int] = {}  # bytes of dk and dv, by the arrival that they belong to
-    stages = s.plan.stages
+    _Backward(ledger, s, kept).run()
 
-    def weight_sum(which: int) -> None:
-        ledger.take("weight gradients", sums[which])
-        sums[which] = 0
 
-    def fetch_after(index: int) -> None:
-        if index + 1 == len(stages):
-            ledger.take("ahead", kept.ahead)
-        elif kept.on_host and not kept.early:
-            ledger.take("attention output", s.outputs(index + 1))
+class _Backward:
+    """One pass, with what it carries from stage to stage.
 
-    for index, stage in enumerate(stages):
-        n = len(stage.q_heads[0])
+    summed: bytes of dk and dv, by the arrival that they belong to. taken: stages whose outputs have been read
+    from where they were kept; on_device: those whose outputs are on the GPU.
+    """
+
+    def __init__(self, ledger: Ledger, s: Sizes, kept: Kept) -> None:
+        self.ledger, self.s, self.kept = ledger, s, kept
+        self.stages = s.plan.stages
+        self.weight_sums = [weights * s.wide for weights in s.weights]
+        self.summed: dict[int, int] = {}
+        self.taken = 0
+        self.on_device = {
+            index
+            for index in range(len(self.stages))
+            if index == 0 or kept.early or not kept.on_host
+        }
+
+    def run(self) -> None:
+        ledger, s, stages = self.ledger, self.s, self.stages
+        ledger.take("dx", s.hidden)
+        if s.hold_normed_input:
+            ledger.take("normed input", s.hidden)
+            ledger.moment(projection_tile=s.tiles.norm)
+        self._project_inputs(0)
+        back: int | None = None  # the stage whose gradients are under way
+        for index, stage in enumerate(stages):
+            self._inputs_arrive(stage)
+            more = index + 1 < len(stages)
+            if s.overlaps and more:
+                self._project_inputs(index + 1)
+            if self.kept.early:
+                self._fetch_next()
+            self._kernel(stage)
+            self._let_go_of_inputs(stage)
+            if not self.kept.early:
+                self._fetch_next()
+            self._send_back(stage)
+            if not s.overlaps:
+                self._finish(stage)
+                if more:
+                    self._project_inputs(index + 1)
+                continue
+            if back is not None:
+                self._finish(stages[back])
+            back = index
+        if back is not None:
+            self._finish(stages[back])
+        if s.hold_normed_input:
+            ledger.free("normed input")
+        ledger.moment(projection_tile=s.tiles.norm_backward)
+        ledger.take("weight gradients", sum(s.weights) * s.itemsize)
+        ledger.free("weight gradients", sum(s.weights) * s.wide)
+
+    def _fetch(self, index: int) -> None:
+        if index not in self.on_device:
+            self.on_device.add(index)
+            self.ledger.take("attention output", self.s.outputs(index))
+
+    def _fetch_next(self) -> None:
+        """Outputs.before_kernel and after_kernel (ops/recompute.py)."""
+        if self.taken < len(self.stages):
+            self._fetch(self.taken)
+        elif "ahead" not in self.ledger.now:
+            self.ledger.take("ahead", self.kept.ahead)
+
+    def _project_inputs(self, index: int) -> None:
+        """AttentionHalf._backward_inputs_of."""
+        ledger, s, stage = self.ledger, self.s, self.stages[index]
         mine, packed = s.mine(stage.q_heads), s.packed(stage.q_heads)
-        if any(stage.kv_heads):
-            _project_key_value(ledger, s, stage)
-        # _output_backward, then dout and out in head layout
+        self._fetch(index)
+        self.taken = index + 1
         ledger.take("dout", packed)
         ledger.moment(projection_tile=s.tiles.output_backward)
-        weight_sum(2)
+        self._weight_sum(2)
         if s.exchanges:
             ledger.take("dout", mine)
-            ledger.moment(exchange=s.copies * mine)
-            ledger.free("dout", packed)
+            ledger.free("dout", 0 if s.overlaps else packed)
             ledger.take("out", mine)
-            ledger.moment(exchange=s.copies * mine)
-            if not kept.held_by_graph:
-                ledger.free("attention output", packed)
-        _project_query(ledger, s, stage)
-        if kept.early:
-            fetch_after(index)
-        _kernel_backward(ledger, s, stage, summed)
-        for name in ("q", "dout", "out"):
-            ledger.free(name)
-        if not kept.held_by_graph:
-            ledger.free("attention output", s.lse(n) + (0 if s.exchanges else packed))
+            if not s.overlaps:
+                self._free_outputs(packed)
+        _project_inputs(ledger, s, stage)
+
+    def _inputs_arrive(self, stage: Stage) -> None:
+        ledger, s = self.ledger, self.s
+        if s.overlaps:
+            self._free_outputs(s.packed(stage.q_heads))
+        ledger.moment(exchange=s.copies * s.mine(stage.q_heads))
+        _arrive(ledger, s, "dout", stage.q_heads)
+        _inputs_arrive(ledger, s, stage)
+
+    def _free_outputs(self, size: int) -> None:
+        if not self.kept.held_by_graph:
+            self.ledger.free("attention output", size)
+
+    def _weight_sum(self, which: int) -> None:
+        self.ledger.take("weight gradients", self.weight_sums[which])
+        self.weight_sums[which] = 0
+
+    def _kernel(self, stage: Stage) -> None:
+        """Leaves "dq", and "dk and dv": the first call's become the sum, others' are added to it."""
+        ledger, s = self.ledger, self.s
+        segments = stage.segments[0]
+        for seg in segments:
+            n, m = seg.q_stop - seg.q_start, seg.kv_stop - seg.kv_start
+            dkv = 2 * m * s.head
+            arrived = 2 * s.mine(self.stages[seg.arrival].kv_heads)
+            lse = s.lse(n) if len(segments) > 1 else 0
+            with ledger.during(lse_of_the_call=lse):
+                if s.ring > 1:
+                    _ring_backward(ledger, s, n, m)
+                ledger.take("dq", n * s.head)
+                ledger.take("dk and dv", dkv)
+                if s.ring == 1:
+                    ledger.moment(kernel_workspace=_workspace(s, n, m))
+            if seg.arrival not in self.summed:
+                self.summed[seg.arrival] = arrived
+                ledger.take("dk and dv", 0 if dkv == arrived else arrived)
+                ledger.free("dk and dv", 0 if dkv == arrived else dkv)
+            else:
+                ledger.free("dk and dv", dkv)
+
+    def _let_go_of_inputs(self, stage: Stage) -> None:
+        ledger, s = self.ledger, self.s
+        mine = s.mine(stage.q_heads)
+        for name in ("q", "dout"):
+            ledger.free(name, mine)
+        if s.exchanges:
+            ledger.free("out", mine)
+        self._free_outputs(s.lse(len(stage.q_heads[0])) + (0 if s.exchanges else mine))
+        for arrival in self._due(stage):
+            if arrival not in self.summed:  # another rank's stage, not this one's: zeros
+                self.summed[arrival] = 2 * s.mine(self.stages[arrival].kv_heads)
+                ledger.take("dk and dv", self.summed[arrival])
         for arrival in stage.releases:
-            ledger.free("k and v", 2 * s.mine(stages[arrival].kv_heads))
-        if not kept.early:
-            fetch_after(index)
-        # _query_backward
+            ledger.free("k and v", 2 * s.mine(self.stages[arrival].kv_heads))
+
+    def _due(self, stage: Stage) -> tuple[int, ...]:
+        return stage.releases if self.s.sum_kv_gradients else stage.arrivals
+
+    def _send_back(self, stage: Stage) -> None:
+        """AttentionHalf._send_back: where exchanges overlap, what is sent stays until they have ended."""
+        ledger, s = self.ledger, self.s
+        mine = s.mine(stage.q_heads)
         if len(stage.segments[0]) > 1:
             ledger.moment(dq=mine)
-        if s.exchanges:
-            ledger.take("dq", packed)
-            ledger.moment(exchange=s.copies * mine)
-            ledger.free("dq", mine)
+        for arrival in self._due(stage):
+            self.summed.pop(arrival)
+        if not s.exchanges:
+            return
+        for name, heads in self._gradients(stage):
+            with ledger.during(exchange=s.copies * s.mine(heads)):
+                ledger.take(name, s.packed(heads))
+            ledger.free(name, 0 if s.overlaps else s.mine(heads))
+
+    def _gradients(self, stage: Stage) -> list[tuple[str, tuple[Heads, ...]]]:
+        dkv = [self.stages[arrival].kv_heads for arrival in self._due(stage)]
+        return [("dq", stage.q_heads), *(("dk and dv", heads) for heads in dkv for _ in range(2))]
+
+    def _finish(self, stage: Stage) -> None:
+        """Into the gradient of the normed input, first dq, then dk and dv of one arrival after the other."""
+        ledger, s = self.ledger, self.s
+        if s.overlaps:
+            ledger.free("dq", s.mine(stage.q_heads))
         ledger.moment(projection_tile=s.tiles.query_backward)
-        weight_sum(0)
-        ledger.free("dq")
-        # _key_value_backward
-        for arrival in stage.releases if s.sum_kv_gradients else stage.arrivals:
-            heads = stages[arrival].kv_heads
-            if arrival not in summed:  # other ranks' stage, not this one's: zeros
-                ledger.take("dk and dv", 2 * s.mine(heads))
-            summed.pop(arrival, None)
-            if s.exchanges:
-                for _ in range(2):
-                    ledger.take("dk and dv", s.packed(heads))
-                    ledger.moment(exchange=s.copies * s.mine(heads))
-                    ledger.free("dk and dv", s.mine(heads))
+        self._weight_sum(0)
+        ledger.free("dq", s.packed(stage.q_heads))
+        for arrival in self._due(stage):
+            heads = self.stages[arrival].kv_heads
+            if s.overlaps:
+                ledger.free("dk and dv", 2 * s.mine(heads))
             ledger.moment(projection_tile=s.tiles.key_value_backward)
-            weight_sum(1)
+            self._weight_sum(1)
             ledger.free("dk and dv", 2 * s.packed(heads))
-    if s.hold_normed_input:
-        ledger.free("normed input")
-    ledger.moment(projection_tile=s.tiles.norm_backward)
-    results = sum(s.weights) * s.itemsize
-    ledger.take("weight gradients", results)
-    ledger.free("weight gradients", sum(s.weights) * s.wide)
 
 
-def _kernel_backward(ledger: Ledger, s: Sizes, stage: Stage, summed: dict[int, int]) -> None:
-    """Leaves "dq", and "dk and dv": the first call's become the sum, others' are added to it."""
-    head = s.plan.ranks * s.per_head()
-    tokens = s.plan.ranks * s.tokens
-    segments = stage.segments[0]
-    for seg in segments:
-        n, m = seg.q_stop - seg.q_start, seg.kv_stop - seg.kv_start
-        dkv = 2 * m * head
-        arrived = 2 * s.mine(s.plan.stages[seg.arrival].kv_heads)
-        ledger.take("dq", n * head)
-        ledger.take("dk and dv", dkv)
-        work = backward_workspace(
-            s.kernel, n, m, s.rows * tokens, s.rows * tokens, s.head_dim, s.wide
-        )
-        if len(segments) > 1:
-            ledger.take("lse of the call", s.lse(n))
-        if s.ring > 1:
-            _ring_backward(ledger, s, n, m, work)
-        else:
-            ledger.moment(kernel_workspace=work)
-        if len(segments) > 1:
-            ledger.free("lse of the call")
-        if seg.arrival not in summed:
-            summed[seg.arrival] = arrived
-            ledger.take("dk and dv", 0 if dkv == arrived else arrived)
-            ledger.free("dk and dv", 0 if dkv == arrived else dkv)
-        else:
-            ledger.free("dk and dv", dkv)
+def _workspace(s: Sizes, n: int, m: int, keys: float = 1.0) -> int:
+    """Of a backward call on all of a rank's queries and a share of as many keys."""
+    tokens = s.rows * s.plan.ranks * s.tokens
+    return backward_workspace(s.kernel, n, m, tokens, int(tokens * keys), s.head_dim, s.itemsize)
 
 
-def _ring_backward(ledger: Ledger, s: Sizes, n: int, m: int, work: int) -> None:
-    """Ring.backward: dq in fp32, and dk and dv: of the step, leaving, arriving, and those that arrived
-    before. Of the rank whose queries all meet half of the keys."""
-    head = s.plan.ranks * s.per_head()
-    wide = head * s.wide // s.itemsize
-    steps = s.ring - 1
-    part = n * head + m * head
-    with ledger.during(
-        ring_k_and_v=min(steps, 3) * 2 * m * head,
-        ring_sums=n * wide + min(steps + 2, 4) * 2 * m * wide,
-        ring_part=min(steps - 1, 1) * part,
-    ):
-        ledger.moment(ring_part=part, kernel_workspace=work)
+def _ring_backward(ledger: Ledger, s: Sizes, n: int, m: int) -> None:
+    """Ring.backward but for its results: dq in fp32, and dk and dv: of the step, leaving and arriving. Of the
+    rank whose queries all meet half of the keys, which holds most."""
+    dq, dkv = n * s.head, 2 * m * s.head
+    wide = s.wide // s.itemsize
+    ledger.moment(ring_k_and_v=dkv, dq=dq, dk_and_dv=dkv, kernel_workspace=_workspace(s, n, m))
+    ledger.moment(ring_k_and_v=dkv, dq=dq, dk_and_dv=dkv, ring_sums=wide * (dq + dkv))
+    ledger.moment(
+        ring_k_and_v=min(s.ring - 1, 2) * dkv,
+        ring_sums=wide * (dq + 3 * dkv),
+        ring_part=dq + dkv // 2,
+        kernel_workspace=_workspace(s, n, m, 0.5),
+    )
+    ledger.moment(dq=dq, dk_and_dv=dkv, ring_sums=wide * (dq + dkv))

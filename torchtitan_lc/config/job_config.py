@@ -79,7 +79,8 @@ class ModelRope:
     """How frequencies are scaled: `default` not at all; `linear` all alike by `factor`; `ntk` as a
     theta that slows the slowest pair by `factor`; `dynamic` transformers' variant of it, for
     training.seq_len; `yarn` those that turn less than once in the original context, with steeper
-    scores; `llama3` much the same with scores as they are. A type other than the flavor's replaces the flavor's scaling."""
+    scores; `llama3` much the same with scores as they are. A type other than the flavor's replaces
+    the flavor's scaling."""
     factor: float | None = None
     """How many times further than original_max_position_embeddings the model is to reach, at least
     1. Needed by linear, ntk, dynamic and yarn; llama3 has 8."""
@@ -269,8 +270,9 @@ class Attention:
     exchanges. `auto`: as for hold_normed_input."""
     overlap_exchange: bool | Literal["auto"] = "auto"
     """Project and send the heads of the next upipe stage before the kernel of this one, so that
-    exchanges run beside kernels, in both directions: the buffers of one more stage (q, k, v; in
-    backward also out and its gradient). No effect on a single rank. `auto`: as for
+    exchanges run beside kernels, in both directions. Costs the buffers, sent and received, of one
+    more stage in forward and of two in backward: with one head per stage of 32 on 8 ranks 3
+    hidden-state-sized buffers at the peak. No effect on a single rank. `auto`: as for
     hold_normed_input."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
@@ -294,7 +296,8 @@ class ActivationCheckpoint:
     block_inputs_every: int = 1
     """Keep the input of every n-th block only, and make those between again from it: 1/n of the
     memory for block inputs, for one more run of (n - 1)/n of the blocks, without their attention if
-    that is kept, and two more hidden-state-sized buffers at the peak. No effect under `none`."""
+    that is kept, and n - 1 more hidden-state-sized buffers and the gathered weights of n blocks, not
+    of 2, at the peak. No effect under `none`."""
 
 
 @dataclass
@@ -337,6 +340,28 @@ class Compile:
     """Compile the tile functions (projection, MLP, loss). Faster steps after a slower first one."""
     backend: str = "inductor"
     """Backend handed to torch.compile."""
+
+
+@dataclass
+class Float8:
+    """The matrix products of the blocks in float8, through torchao (docs/models.md says which, and what it
+    does to the numbers). Weights, gradients, optimizer and everything else stay as they are."""
+
+    enable: bool = False
+    """Multiply in float8, forward and backward, in the query, key, value and output projections and in
+    the MLP. Needs the extra `float8`, a GPU of compute capability 8.9 or above, mixed_precision_param
+    bfloat16, and widths and heads that are multiples of 16. Made for compile.enable: uncompiled, each
+    cast is several passes over memory."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How values are scaled into float8's range: `tensorwise` by one factor per tile and per weight, the
+    fastest; `rowwise` by one per row, which an outlier harms less; `rowwise_with_gw_hp` likewise, but
+    the products for weight gradients stay in bf16, the most accurate."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Weights whose name contains one of these are multiplied as without float8, e.g.
+    `attention.wk,attention.wv` or `layers.0.`; a text that is in no name is refused."""
+    emulate: bool = False
+    """Round to float8 and multiply in fp32, on any device: for tests and for a look at the effect on
+    the loss. Slow."""
 
 
 @dataclass
@@ -442,8 +467,42 @@ class Plan:
     """Nodes of the job."""
     gpus_per_node: int = 8
     """GPUs of each; with nodes it replaces what NGPU and NNODES say when a job starts."""
+    search: bool = False
+    """Find the fastest configuration for training.seq_len and the longest row that fits, with its
+    fastest one, and write both as TOML to dump_folder (plan_fastest.toml, plan_longest.toml). Strategy,
+    Ulysses x ring, heads per stage, checkpointing, offload and tiles are chosen anew; ranks that share a
+    row are as in the config, or all where it says 1. Exit code 3 if nothing fits. Takes half a minute."""
+    ladder: str = ""
+    """Draw a picture to this file (matplotlib; .png, .pdf, .svg), and its data to the same name with .json:
+    memory at training.seq_len with one measure after another, and memory against length by strategy."""
     machine: PlanMachine = field(default_factory=PlanMachine)
     """Figures of your own: section [plan.machine]."""
+
+
+@dataclass
+class DryRun:
+    """Two steps of the job by one process, its peers replaced by nothing, measured against the plan
+    (docs/dry-run.md). `--dry_run` is short for `--dry_run.enable`. The cluster is that of [plan]. Nothing
+    here changes a training run."""
+
+    enable: bool = False
+    """Run as rank 0 of plan.nodes x plan.gpus_per_node ranks on this machine's GPU, or on its CPU, print
+    what was measured beside what was planned, write it to dump_folder/dry_run.json, and end: exit code
+    0 if the job fits, 3 if not, 2 for a mistake in the config. Loads and saves no checkpoint."""
+    steps: int = 2
+    """Optimizer steps. Peaks are those of the last one, which has all of the optimizer's state: at
+    least 2."""
+    kernel: Literal["job", "stand_in"] = "job"
+    """`job`: the attention kernel of the job; `stand_in`: one that allocates what flash kernels do and
+    computes nothing, for rows whose step takes hours."""
+    share_host_buffers: bool = True
+    """With activation_offload: layers share one host buffer per size, so that a machine with less host
+    memory than the job's will do; what the job would need is counted all the same. false: each buffer
+    is allocated and page-locked. No effect without a GPU."""
+    memory_limit_gib: float | Literal["auto"] = "auto"
+    """Memory of the GPU that is stood for, in GiB as torch reports it: the allocator gets that less what
+    CUDA and NCCL take beside it (planned). `auto`: that of plan.hardware, or of this GPU where that is
+    less."""
 
 
 @dataclass
@@ -486,8 +545,10 @@ class JobConfig:
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
     tiling: Tiling = field(default_factory=Tiling)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     comm: Comm = field(default_factory=Comm)
     plan: Plan = field(default_factory=Plan)
+    dry_run: DryRun = field(default_factory=DryRun)
     experimental: Experimental = field(default_factory=Experimental)
     debug: Debug = field(default_factory=Debug)

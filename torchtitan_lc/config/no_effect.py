@@ -124,6 +124,7 @@ TABLE = (
         'training.dataset "stdlib" finds its own files',
     ),
     Row(lambda c: not c.compile.enable, ("compile.backend",), "compile.enable is false"),
+    Row(lambda c: not c.float8.enable, ("float8.*",), "float8.enable is false"),
     Row(lambda c: not c.checkpoint.enable, ("checkpoint.*",), "checkpoint.enable is false"),
     Row(
         lambda c: c.checkpoint.enable and c.checkpoint.load_only,

@@ -55,7 +55,8 @@ _TENSOR = (
 )
 _PIPELINE = "pipeline parallelism is not offered: " + _TENSOR.partition(": ")[2]
 _EXPERT = "expert parallelism is not offered: the models here are dense"
-_CONVERTERS = "model converters are not offered"
+_CONVERTERS = "model converters are not offered; for float8 say float8.enable = true"
+_GATHER = "weights are gathered in training.mixed_precision_param and cast where they are used"
 _EXTRA_SECTIONS = (
     "extra sections are not offered; a model can be added through experimental.custom_import"
 )
@@ -131,19 +132,26 @@ GONE = {
         "compile.enable compiles the tile functions of model and loss together",
         ("['model', 'loss']", "model,loss"),
     ),
+    "float8.enable_fsdp_float8_all_gather": Gone(_GATHER, _OFF),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": Gone(_GATHER, _OFF),
+    "float8.force_recompute_fp8_weight_in_bwd": Gone(
+        "backward casts weights again, always", ("true", "false")
+    ),
+    "float8.moe_fqns_prototype": Gone(_EXPERT, _EMPTY),
     "comm.save_traces_folder": Gone("it is not offered", ("comm_traces",)),
     "comm.save_traces_file_prefix": Gone("it is not offered", ("rank_",)),
-    "comm.mode": Gone("only real process groups are offered", ("default",)),
+    "comm.mode": Gone("for one rank on a fake process group use --dry_run", ("default",)),
     "debug.deterministic_warn_only": Gone("debug.deterministic raises, always", _OFF),
     "debug.moe_force_load_balance": Gone(_EXPERT, _OFF),
 }
 
 # A [quantize] section alone changes nothing in TorchTitan either: model.converters switches it on.
-_FLOAT8 = "float8 and mx training are not offered"
+_MX = "mx training is not offered"
 GONE_SECTIONS = {
-    "float8": Gone(_FLOAT8),
-    "mx": Gone(_FLOAT8),
-    "quantize": Gone(_FLOAT8),
+    "mx": Gone(_MX),
+    "quantize": Gone(
+        "float8 is a section here: float8.enable, float8.recipe_name, float8.filter_fqns; " + _MX
+    ),
     "memory_estimation": Gone("it is not offered"),
     "fault_tolerance": Gone("TorchFT is not offered; a run continues by the same command"),
     "validation": Gone("evaluation during training is not offered"),

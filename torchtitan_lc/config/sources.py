@@ -17,7 +17,7 @@ from torchtitan_lc.config.renamed import Verdict, look_up
 from torchtitan_lc.config.values import from_text, from_toml, toml_item
 
 # Flags that may be written without their section.
-SHORT = {"config": "job.config_file", "plan": "plan.enable"}
+SHORT = {"config": "job.config_file", "plan": "plan.enable", "dry_run": "dry_run.enable"}
 
 
 @dataclass

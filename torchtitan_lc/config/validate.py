@@ -108,6 +108,15 @@ def _offload(config: JobConfig) -> Iterator[str]:
         )
 
 
+def _float8(config: JobConfig) -> Iterator[str]:
+    dtype = config.training.mixed_precision_param
+    if config.float8.enable and not config.float8.emulate and dtype != "bfloat16":
+        yield (
+            f'float8.enable = true with training.mixed_precision_param = "{dtype}": float8 products give '
+            'bf16; set mixed_precision_param to "bfloat16"'
+        )
+
+
 def _schedule(config: JobConfig) -> Iterator[str]:
     schedule = config.lr_scheduler
     if schedule.total_steps is not None and schedule.total_steps < 1:
@@ -177,6 +186,17 @@ def _checkpoint(config: JobConfig) -> Iterator[str]:
             yield f"checkpoint.{name} = {value} loads only with checkpoint.enable = true"
 
 
+def _dry_run(config: JobConfig) -> Iterator[str]:
+    dry_run = config.dry_run
+    if dry_run.steps < 2:
+        yield (
+            f"dry_run.steps = {dry_run.steps}: must be at least 2, as the first one makes the "
+            "optimizer's state"
+        )
+    if dry_run.memory_limit_gib != "auto" and not 0 < dry_run.memory_limit_gib < math.inf:
+        yield f'dry_run.memory_limit_gib = {dry_run.memory_limit_gib}: must be above 0, or "auto"'
+
+
 def _folders(config: JobConfig) -> Iterator[str]:
     for key in ("job.dump_folder", "checkpoint.folder"):
         if not names.get_key(config, key).strip():
@@ -192,11 +212,13 @@ _RULES: tuple[Callable[[JobConfig], Iterator[str]], ...] = (
     _minimum,
     _ulysses_degree,
     _offload,
+    _float8,
     _schedule,
     _optimizer,
     _rope,
     _profiling,
     _checkpoint,
+    _dry_run,
     _folders,
     _seed,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,6 +37,15 @@ class CheckpointedBlock(Protocol):
     checkpoint: Run
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """segments: for each block, what runs the segment that begins with it; None where every block keeps its
+    own input, and inside a segment. after_last: to be called when the last block has run forward."""
+
+    segments: list[Run | None]
+    after_last: Callable[[], None]
+
+
 def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
     """A key that spends a hidden-state buffer of ``buffer_bytes`` to save time."""
     if isinstance(value, bool):
@@ -45,9 +55,8 @@ def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
 
 def set_up_blocks(
     blocks: Sequence[CheckpointedBlock], config: JobConfig, sizes: Sizes, device: torch.device
-) -> list[Run | None]:
-    """Give each block its checkpoint; returns, for each block, what runs the segment that begins with
-    it: None where every block keeps its own input, and inside a segment.
+) -> Blocks:
+    """Give each block its checkpoint, and say how a model has to run them.
 
     Raises UserError where the host has less memory than the plan needs.
     """
@@ -70,7 +79,11 @@ def set_up_blocks(
         alone = ac.mode == "none" or ac.block_inputs_every == 1
         starts = placement.keeps_input and not alone
         segments.append(checkpoint_segment(*_segment_store(offload, placement)) if starts else None)
-    return segments
+    return Blocks(segments, _nothing if offload is None else offload.settle)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _block_store(

@@ -1,10 +1,9 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) from integer positions.
 
-There is no table: cosines and sines are made from the positions that travel beside the tokens, once per batch for
-all layers, so nothing has to be
-sized for the longest row, sharded with it, or rebuilt after meta-device initialisation, and no mixed
-precision policy can round it. Pairing is Hugging Face's half rotation (i with i + D/2), so loading
-their weights is renaming only.
+There is no table: cosines and sines are made from the positions that travel beside the tokens, once per
+batch for all layers, so nothing has to be sized for the longest row, sharded with it, or rebuilt after
+meta-device initialisation, and no mixed precision policy can round it. Pairing is Hugging Face's half
+rotation (i with i + D/2), so loading their weights is renaming only.
 
 Angles are exact at any length used here: position * frequency is taken in fp64 as turns, the whole turns
 are dropped, and only the rest is rounded to fp32. (In fp32 the product is wrong by up to 0.7 radians at

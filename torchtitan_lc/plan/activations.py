@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchtitan_lc.attention import buffers
 from torchtitan_lc.memory.placement import LayerPlacement
+from torchtitan_lc.ops.tiled import sum_dtype
 from torchtitan_lc.plan.job import Job
 from torchtitan_lc.plan.tiles import (
     ProjectionCosts,
@@ -22,6 +23,7 @@ from torchtitan_lc.plan.tiles import (
     loss_costs,
     mlp_costs,
     projection_costs,
+    rope_bytes,
 )
 from torchtitan_lc.tools.ledger import Ledger
 from torchtitan_lc.tools.meter import Cost
@@ -60,39 +62,52 @@ class Activations:
 
     @cached_property
     def projection_costs(self) -> ProjectionCosts:
-        return projection_costs(
+        costs: ProjectionCosts = self.job.model.once(
+            projection_costs,
             self.projections,
             self.job.heads,
             self._tile(self.job.config.tiling.projection_tokens),
             self.job.hold_normed_input,
+            self.rope_bytes // sum_dtype(self.job.dtype).itemsize,
         )
+        return costs
+
+    @cached_property
+    def rope_bytes(self) -> int:
+        """Of one token: what a decoder makes once per batch for the projections of all layers."""
+        size: int = self.job.model.once(rope_bytes, self.job.model.module, self.job.dtype)
+        return size
 
     @cached_property
     def mlp_costs(self) -> tuple[Cost, Cost]:
         module, tiling = self.job.model.module, self.job.config.tiling
-        return mlp_costs(
-            module.functions.mlp_half, self._mlp_weights, self._tile(tiling.mlp_tokens)
+        costs: tuple[Cost, Cost] = self.job.model.once(
+            mlp_costs, module.functions.mlp_half, self._mlp_weights, self._tile(tiling.mlp_tokens)
         )
+        return costs
 
     @cached_property
     def loss_costs(self) -> tuple[Cost, Cost]:
         module, tiling = self.job.model.module, self.job.config.tiling
         table = (module.head.output or module.tok_embeddings).weight
-        return loss_costs(
+        costs: tuple[Cost, Cost] = self.job.model.once(
+            loss_costs,
             module.functions.loss,
-            [module.head.norm.weight, table],
+            (module.head.norm.weight, table),
             self._tile(tiling.loss_tokens),
         )
+        return costs
 
     @property
-    def _mlp_weights(self) -> list[Tensor]:
+    def _mlp_weights(self) -> tuple[Tensor, ...]:
         block = self.job.model.module.blocks[0]
         mlp = block.feed_forward
-        return [block.ffn_norm.weight, mlp.w1.weight, mlp.w2.weight, mlp.w3.weight]
+        return block.ffn_norm.weight, mlp.w1.weight, mlp.w2.weight, mlp.w3.weight
 
     def _tile(self, wanted: int) -> TileShape:
         tokens, count = self.job.tile(wanted)
-        return TileShape(self.job.rows, tokens, self.job.model.args.dim, self.job.dtype, count)
+        repeats = min(2, count)
+        return TileShape(self.job.rows, tokens, self.job.model.args.dim, self.job.dtype, repeats)
 
     # -- one block
 
@@ -114,6 +129,7 @@ class Activations:
             ring=job.ring,
             hold_normed_input=job.hold_normed_input,
             sum_kv_gradients=job.sum_kv_gradients,
+            overlap_exchange=job.overlap_exchange,
             tiles=self.projection_costs.tiles(),
             weights=weights,
         )
@@ -149,11 +165,13 @@ class Activations:
             ledger.take("attention output", buffers.kept(s))
             buffers.add_outputs(ledger, s)
         buffers.await_backward(ledger, s, kept)
-        ledger.take("dh1", hidden)
+        if layer.mode == "none":
+            ledger.take("dh1", hidden)
         ledger.moment(MLP_tile=mlp_backward.peak)
         mlp = ledger.peak
 
         now = {name: size for name, size in ledger.now.items() if name not in ("dy", "h1")}
+        now["dh1"] = hidden  # of a recomputed h1 written over it: ops.tiled, gradient_over_input
         mlp_gradients = sum(w.numel() for w in self._mlp_weights) * self.job.itemsize
         ledger = Ledger({**now, "weight gradients": mlp_gradients})
         buffers.backward(ledger, s, kept)

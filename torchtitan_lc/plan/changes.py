@@ -113,6 +113,8 @@ def candidates(plan: Plan) -> Iterator[Settings]:
         yield {"attention.hold_normed_input": False}
     if job.sum_kv_gradients and job.strategy == "upipe":
         yield {"attention.sum_kv_gradients": False}
+    if job.overlap_exchange and len(job.heads.stages) > 1:
+        yield {"attention.overlap_exchange": False}
     if job.early_fetch:
         yield {"activation_offload.early_fetch": False}
     if not config.activation_offload.enable and config.activation_checkpoint.mode != "none":
@@ -126,6 +128,9 @@ def candidates(plan: Plan) -> Iterator[Settings]:
             yield {"activation_checkpoint.selective_layers": fewer}
         yield {"activation_checkpoint.mode": "full"}
     every = config.activation_checkpoint.block_inputs_every
+    if mode != "none" and every > 1:
+        # Less of the GPU, more of the host.
+        yield {"activation_checkpoint.block_inputs_every": every // 2}
     if mode != "none" and every < 4:
         yield {"activation_checkpoint.block_inputs_every": 2 * every}
     for key, least in (("mlp", 2048), ("projection", 2048), ("loss", 512)):

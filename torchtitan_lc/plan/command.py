@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torchtitan_lc.config.job_config import JobConfig
 
 FITS, DOES_NOT_FIT = 0, 3
 
 
 def is_asked(config: JobConfig) -> bool:
-    return config.plan.enable
+    return config.plan.enable or config.plan.search or bool(config.plan.ladder)
 
 
 def run(config: JobConfig) -> int:
@@ -21,6 +23,16 @@ def run(config: JobConfig) -> int:
 
     cluster = make_cluster(config.plan)
     model = planned_model(config)
+    if config.plan.ladder:
+        from torchtitan_lc.plan.ladder import draw
+
+        draw(config, model, cluster, Path(config.plan.ladder))
+    if config.plan.search:
+        from torchtitan_lc.plan.found import search
+
+        return FITS if search(config, model, cluster) else DOES_NOT_FIT
+    if config.plan.ladder:
+        return FITS
     plan = make_plan(config, model, cluster)
     print(report(plan, model))
     return FITS if plan.fits else DOES_NOT_FIT

@@ -17,20 +17,26 @@ from torchtitan_lc.tools.errors import UserError
 GIB = 2**30
 
 # Tokens of a row -> TFLOP/s of (forward, backward), causal, D = 128, bf16: measured on H200, see
-# docs/design.md. Between two lengths the rate is interpolated over the logarithm of the length.
+# docs/design.md; those of 128K are what calls of one head took inside a block. Between two lengths the rate is
+# interpolated over the logarithm of the length.
 Rates = dict[int, tuple[float, float]]
 _H200_KERNELS: dict[str, Rates] = {
-    "fa4": {2**16: (718, 673), 2**18: (661, 627), 2**20: (691, 633), 2**22: (661, 630)},
+    "fa4": {
+        2**16: (718, 673),
+        2**17: (655, 622),
+        2**18: (661, 627),
+        2**20: (691, 633),
+        2**22: (661, 630),
+    },
     # FlashAttention-3 has not been run here: its authors' figures for Hopper are close to cuDNN's.
     "fa3": {2**16: (643, 607), 2**18: (600, 580), 2**20: (600, 560)},
     "cudnn": {2**16: (643, 607), 2**18: (508, 543), 2**20: (465, 535), 2**22: (457, 534)},
     "sdpa": {2**16: (332, 318), 2**18: (306, 325), 2**20: (302, 326), 2**22: (299, 313)},
     "fa2": {2**16: (332, 318), 2**18: (306, 325), 2**20: (302, 326), 2**22: (299, 313)},
 }
-SMALL_HEADS = (
-    0.75  # (d) of those rates is left for heads below 128: softmax is done per score, not per D
-)
-_H200_MATRIX = 700e12  # (m) 731 for an 8192-cube, less for the narrower ones of a stage
+# (d) of those rates is left for heads below 128: softmax is done per score, not per D
+SMALL_HEADS = 0.75
+_H200_MATRIX = 620e12  # (m) of large products inside a step; an 8192-cube alone reaches 731
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,10 @@ class Hardware:
     TFLOP/s; order is preference. memory_gbs: of the GPU. link_gbs: what a GPU sends to the others of
     its node in an all-to-all; network_gbs: to other nodes. pcie_gbs: to the host, each way.
     host_optimizer_gbs: what the CPU's optimizer reads and writes, per node.
+    launch_us: by which each operation of a tile takes longer than its bytes or FLOP, in microseconds: its
+    launch, and a GPU that is not full at its beginning and end.
     context_gib: CUDA context and libraries. communicator_gib: of NCCL, each. allocator: share of what is
-    allocated that the caching allocator holds beside it.
+    allocated that the caching allocator holds beside it. host_process_gib: host memory of a rank's process.
     """
 
     name: str
@@ -58,6 +66,7 @@ class Hardware:
     network_gbs: float
     pcie_gbs: float
     host_optimizer_gbs: float = 100.0
+    launch_us: float = 2.9
     context_gib: float = 0.6
     communicator_gib: float = 0.3
     allocator: float = 0.02
@@ -123,7 +132,7 @@ _BLACKWELL = ("fa4", "cudnn", "sdpa", "fa2")
 TABLE = {
     "h200_141gb": Hardware(
         name="h200_141gb",
-        source="(m) kernels, matrices, NVLink between two, PCIe; (s) peak, memory, network of 400 Gbit/s",
+        source="(m) kernels, matrices, launches, NVLink between two, PCIe; (s) the rest, 400 Gbit/s network",
         memory_gib=139.8,
         host_memory_gib=2048,
         peak_flops=989e12,
@@ -153,7 +162,7 @@ TABLE = {
         memory_gib=79.2,
         host_memory_gib=2048,
         peak_flops=312e12,
-        matrix_flops=250e12,
+        matrix_flops=195e12,
         kernels={name: {2**20: (190, 180)} for name in ("sdpa", "cudnn", "fa2")},
         memory_gbs=2039,
         link_gbs=210,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,15 @@ class PlannedModel:
     name: str
     args: Any
     module: Decoder
+    _answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, ask: Callable[..., Any], *case: Any) -> Any:
+        """ask(*case): plans of one model ask the same again and again, as a change of one key leaves most
+        of it alone. The first of ``case`` is part of this model."""
+        key = (ask, *case[1:])
+        if key not in self._answers:
+            self._answers[key] = ask(*case)
+        return self._answers[key]
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class Job:
     layers: Sequence[LayerPlacement]
     hold_normed_input: bool
     sum_kv_gradients: bool
+    overlap_exchange: bool
     early_fetch: bool
 
     @property
@@ -178,6 +188,7 @@ def _make_job(config: JobConfig, model: PlannedModel, cluster: Cluster) -> Job:
         layers=layers,
         hold_normed_input=decided(config.attention.hold_normed_input),
         sum_kv_gradients=decided(config.attention.sum_kv_gradients),
+        overlap_exchange=ulysses > 1 and decided(config.attention.overlap_exchange),
         early_fetch=offload.enable and decided(offload.early_fetch),
     )
 

@@ -156,10 +156,10 @@ def comment_block(plan: Plan) -> list[str]:
     peak: Moment = plan.peak
     largest = ", ".join(f"{t.name} {t.size / GIB:.1f}" for t in peak.largest_first()[:4])
     text = [
-        f"Planned for {plan.job.cluster.nodes} x {plan.job.cluster.gpus_per_node} {hw.name} by "
-        "scripts/plan_configs.py; not measured.",
-        f"GPU: {plan.gpu_bytes / GIB:.1f} GiB of {hw.memory_gib:.1f}, {peak.total / GIB:.1f} allocated at the "
-        f"peak ({peak.name}): {largest}.",
+        f"Planned for {plan.job.cluster.nodes} x {plan.job.cluster.gpus_per_node} {hw.name}, not measured:",
+        f"GPU: {plan.gpu_bytes / GIB:.1f} GiB of {hw.memory_gib:.1f}, of them allocated "
+        f"{peak.total / GIB:.1f}.",
+        f"Its peak: {peak.name}. Most of it: {largest}.",
         f"Host: {plan.host.total / GIB:,.0f} GiB of {hw.host_memory_gib:,.0f} per node.",
         f"Step: {plan.time.seconds:,.1f} s, {plan.tokens_per_second:,.0f} tokens/s per GPU, MFU "
         f"{plan.mfu(False):.1f} % full square, {plan.mfu(True):.1f} % causal.",

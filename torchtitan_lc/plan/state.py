@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from torch import nn
 
 from torchtitan_lc.models.decoder.model import Decoder
+from torchtitan_lc.models.decoder.parallelize import units as fsdp_units
 from torchtitan_lc.plan.job import Job
 from torchtitan_lc.tools.dtypes import torch_dtype
 
@@ -32,25 +34,27 @@ class Unit:
 
     def padded(self, shards: int) -> int:
         """Elements, each parameter's first axis rounded up to a multiple of the shards."""
-        return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in self.shapes)
+        return _padded(self.shapes, shards)
+
+
+@lru_cache(maxsize=1024)
+def _padded(shapes: tuple[tuple[int, ...], ...], shards: int) -> int:
+    return sum(-(-shape[0] // shards) * shards * prod(shape[1:]) for shape in shapes)
 
 
 def units(model: Decoder, reshard_after_forward: str) -> list[Unit]:
-    """In the order of forward. A tied table belongs to the root, which is gathered first and kept."""
-    tied = model.args.tie_embeddings
-    blocks: list[tuple[str, nn.Module]] = [(f"block {i}", b) for i, b in enumerate(model.blocks)]
-    named = [("embedding", model.tok_embeddings), *blocks, ("head", model.head)]
-    kept = {name for name, _ in named[-2:]}
-    return [
-        Unit(
-            name,
-            tuple(tuple(p.shape) for p in module.parameters()),
-            reshard_after_forward == "never"
-            or (reshard_after_forward == "default" and name in kept)
-            or (tied and name == "embedding"),
-        )
-        for name, module in named
+    """In the order of forward. A tied table is the root's, which is gathered first and kept."""
+    found = [
+        Unit(unit.name, _shapes(unit.module), not unit.frees)
+        for unit in fsdp_units(model, reshard_after_forward)
     ]
+    if model.args.tie_embeddings:
+        found.insert(0, Unit("embedding", _shapes(model.tok_embeddings), True))
+    return found
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(p.shape) for p in module.parameters())
 
 
 class Sharded:
@@ -58,7 +62,8 @@ class Sharded:
 
     def __init__(self, job: Job) -> None:
         training = job.config.training
-        self.units = units(job.model.module, job.config.parallelism.fsdp_reshard_after_forward)
+        free = job.config.parallelism.fsdp_reshard_after_forward
+        self.units = job.model.once(units, job.model.module, free)
         self.tied = job.model.args.tie_embeddings
         self.shards = job.shard
         self.param = torch_dtype(training.mixed_precision_param).itemsize
@@ -90,9 +95,12 @@ class Sharded:
     def host(self) -> dict[str, int]:
         """Of one rank."""
         if self.on_host:
+            # FSDP2 has torch page-lock each shard and its gradient, which rounds up to a power of two.
+            sizes = [self._shard(shape) for unit in self.units for shape in unit.shapes]
+            locked = sum(1 << (size - 1).bit_length() for size in sizes)
             return {
-                "parameters": self.shard_bytes,
-                "gradients": self.shard_bytes,
+                "parameters": locked,
+                "gradients": locked,
                 "Adam moments": self.moments * self.shard_bytes,
             }
         return {"Adam moments": self.moments * self.shard_bytes if self.moments_on_host else 0}
@@ -122,14 +130,10 @@ class Sharded:
         held = self.in_forward(index)
         return {**held, "gathered weights": held["gathered weights"] + before * self.param}
 
-    def in_backward(self, index: int) -> dict[str, int]:
-        """While unit ``index`` computes its gradients, without those."""
-        held = [u for u in self.units[:index] if u.keeps]
-        whole = sum(u.padded(self.shards) for u in [*held, self.units[index]])
-        ahead = self.units[index - 1] if index else None
-        buffer = 0
-        if ahead is not None and not ahead.keeps and self.shards > 1:
-            buffer = ahead.padded(self.shards)
+    def in_backward(self, index: int, again: int = 0) -> dict[str, int]:
+        """While unit ``index`` computes its gradients, without those. ``again``: units before it that ran
+        forward once more, and stay gathered until their own backward."""
+        whole = self._gathered_before(index, again) + self.units[index].padded(self.shards)
         after = self.units[index + 1].padded(self.shards) if index + 1 < len(self.units) else 0
         # Autograd adds up both uses of a tied table before FSDP2 sees the gradient.
         table = (
@@ -137,20 +141,25 @@ class Sharded:
         )
         return {
             "weight gradients": table * self.param,
-            "gathered weights": (whole + buffer) * self.param,
+            "gathered weights": whole * self.param,
             "reduce buffers": after * self.reduce,
             **self.gradients(index),
         }
 
-    def after_backward(self, index: int) -> dict[str, int]:
+    def _gathered_before(self, index: int, again: int) -> int:
+        """Elements of units before ``index`` in backward: those kept, those made again, and the next one in
+        its buffer."""
+        held = [u for i, u in enumerate(self.units[:index]) if u.keeps or i >= index - again]
+        ahead = self.units[index - 1] if index and self.shards > 1 else None
+        if ahead is not None and ahead not in held:
+            held.append(ahead)
+        return sum(u.padded(self.shards) for u in held)
+
+    def after_backward(self, index: int, again: int = 0) -> dict[str, int]:
         """While the gradients of unit ``index`` are copied to be reduced: they, the buffer, and the
         shard that comes out."""
         unit = self.units[index]
-        held = [u for u in self.units[:index] if u.keeps]
-        whole = sum(u.padded(self.shards) for u in held)
-        ahead = self.units[index - 1] if index else None
-        if ahead is not None and not ahead.keeps and self.shards > 1:
-            whole += ahead.padded(self.shards)
+        whole = self._gathered_before(index, again)
         size = unit.padded(self.shards)
         shard = 0 if self.on_host else size // self.shards * self.reduce
         return {
@@ -160,16 +169,15 @@ class Sharded:
             "gradients": self.gradients(index).get("gradients", 0) + shard,
         }
 
+    def _shard(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a rank's part of a parameter."""
+        return -(-shape[0] // self.shards) * prod(shape[1:]) * self.master
+
     def in_optimizer(self) -> dict[str, int]:
         """All gradients, and what the update needs beside them."""
         if self.on_host:
             return {}
-        shards = [
-            -(-shape[0] // self.shards) * prod(shape[1:]) * self.master
-            for unit in self.units
-            for shape in unit.shapes
-            if len(shape) > 1
-        ]
+        shards = [self._shard(shape) for u in self.units for shape in u.shapes if len(shape) > 1]
         temporaries = 0
         if self.moments_on_host:
             temporaries = 4 * max(shards)  # two slots of two moments

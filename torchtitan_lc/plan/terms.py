@@ -27,7 +27,7 @@ OWNERS = {
     "final hidden state": "ops.loss",
     "gradient of the hidden state": "ops.loss",
     "batch": "data",
-    "rope angles": "model",
+    "rope": "model",
     "fetched ahead": "offload",
     "CUDA context": "driver",
     "NCCL": "NCCL",

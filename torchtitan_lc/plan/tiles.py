@@ -10,7 +10,7 @@ first leaves behind is alive during the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torchtitan_lc.attention.base import Projection, Projections
 from torchtitan_lc.attention.buffers import Tiles
 from torchtitan_lc.attention.heads import HeadPlan, Heads
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.ops.loss import tiled_loss
 from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tiled, vjp
 from torchtitan_lc.tools.meter import Cost, Meter
@@ -26,22 +27,18 @@ from torchtitan_lc.tools.meter import Cost, Meter
 
 @dataclass(frozen=True)
 class TileShape:
-    """A tile of ``tokens`` tokens of each of ``rows`` rows, activations of ``width`` in ``dtype``; how
-    many tiles a rank's tokens make."""
+    """A tile of ``tokens`` tokens of each of ``rows`` rows, activations of ``width`` in ``dtype``.
+    repeats: 2 where a rank's tokens make several, else 1."""
 
     rows: int
     tokens: int
     width: int
     dtype: torch.dtype
-    count: int
+    repeats: int
 
     @property
     def tokens_of_all_rows(self) -> int:
         return self.rows * self.tokens
-
-    @property
-    def repeats(self) -> int:
-        return min(2, self.count)
 
     def hidden(self, tiles: int = 1) -> Tensor:
         size = (self.rows, self.tokens * tiles, self.width)
@@ -51,9 +48,9 @@ class TileShape:
         size = (self.rows, self.tokens, count, head_dim)
         return torch.empty(size, dtype=self.dtype, device="meta")
 
-    def angles(self, head_dim: int) -> Tensor:
+    def places(self, width: int) -> Tensor:
         """What a decoder hands to its projections beside activations."""
-        size = (self.rows, self.tokens, head_dim // 2)
+        size = (self.rows, self.tokens, width)
         return torch.empty(size, dtype=sum_dtype(self.dtype), device="meta")
 
     def integers(self, tiles: int = 1) -> Tensor:
@@ -79,11 +76,15 @@ class ProjectionCosts:
 
 
 def projection_costs(
-    projections: Projections, plan: HeadPlan, shape: TileShape, holds_normed_input: bool
+    projections: Projections,
+    plan: HeadPlan,
+    shape: TileShape,
+    holds_normed_input: bool,
+    places_width: int,
 ) -> ProjectionCosts:
-    """For the widest stage of ``plan``."""
+    """For the widest stage of ``plan``. places_width: numbers that rope gives the projections per token."""
     p, d = projections, projections.head_dim
-    angles = shape.angles(d)
+    places = shape.places(places_width)
     q = max((stage.all_q_heads for stage in plan.stages), key=len)
     received = max((stage.all_kv_heads for stage in plan.stages), key=len)
     kv = tuple(sorted(set(received)))
@@ -115,7 +116,7 @@ def projection_costs(
     def project(fn: Callable[..., Any], weights: list[Tensor]) -> Cost:
         def body() -> Any:
             x = normed()
-            tiles = fn(x, angles, *weights)
+            tiles = fn(x, places, *weights)
             return x, tiles, replicated(tiles)
 
         return _cost(body, shape.repeats)
@@ -134,16 +135,19 @@ def projection_costs(
         sums = [GradSum(w) for w in leaves]
         with Meter():
             like = fn(*inputs(), *leaves)
+        whole = [torch.empty_like(y) for y in (like if isinstance(like, tuple) else [like])]
 
-        def body() -> Any:
-            of_tile = inputs()
-            given = [torch.empty_like(y) for y in (like if isinstance(like, tuple) else [like])]
-            found = vjp(fn, [*of_tile, *leaves], given)
-            for total, grad in zip(sums, found[len(of_tile) :], strict=True):
-                total.add(grad)
-            return found
-
-        return _cost(body, shape.repeats)
+        with Meter() as meter:
+            for _ in range(
+                shape.repeats
+            ):  # a tile's tensors give way one by one to those of the next
+                of_tile = inputs()
+                # Of the output it is a view of the block's; of other projections it is read head by head.
+                given = whole if fn is p.output.fn else [torch.empty_like(y) for y in whole]
+                found = vjp(fn, [*of_tile, *leaves], given)
+                for total, grad in zip(sums, found[len(of_tile) :], strict=True):
+                    total.add(grad)
+            return _of_a_tile(meter.cost, shape)
 
     def norm_backward() -> Any:
         return vjp(p.norm.fn, [leaf(h), *map(leaf, norm_weights)], [h])
@@ -153,11 +157,19 @@ def projection_costs(
         key_value=project(p.key_value.fn, key_value),
         output=_cost(project_output, shape.repeats),
         output_backward=backward(p.output.fn, lambda: [leaf(shape.heads(len(q), d))], output),
-        query_backward=backward(p.query.fn, lambda: [leaf(normed()), angles], query),
-        key_value_backward=backward(p.key_value.fn, lambda: [leaf(normed()), angles], key_value),
+        query_backward=backward(p.query.fn, lambda: [leaf(normed()), places], query),
+        key_value_backward=backward(p.key_value.fn, lambda: [leaf(normed()), places], key_value),
         norm=_cost(lambda: p.norm.fn(h, *norm_weights), shape.repeats),
         norm_backward=_cost(norm_backward, shape.repeats),
     )
+
+
+def rope_bytes(model: Decoder, dtype: torch.dtype) -> int:
+    """Of one token."""
+    with Meter():
+        one = torch.empty((1, 1), dtype=torch.int64, device="meta")
+        made = model.functions.rope.cos_sin(one, sum_dtype(dtype))
+    return made.numel() * made.element_size()
 
 
 def mlp_costs(
@@ -202,14 +214,19 @@ def _cost(body: Callable[[], Any], repeats: int) -> Cost:
         for _ in range(repeats):
             held = body()
         del held
-    cost = meter.cost
-    return Cost(
-        cost.peak, cost.flops // repeats, cost.traffic // repeats, -(-cost.calls // repeats)
-    )
+    return _share(meter.cost, repeats)
 
 
 def _of_a_tile(cost: Cost, shape: TileShape, *whole: Tensor) -> Cost:
     """One tile's share of a function that ran over all, without the bytes of ``whole`` tensors."""
     peak = cost.peak - sum(x.numel() * x.element_size() for x in whole)
-    repeats = shape.repeats
-    return Cost(peak, cost.flops // repeats, cost.traffic // repeats, -(-cost.calls // repeats))
+    return _share(replace(cost, peak=peak), shape.repeats)
+
+
+def _share(cost: Cost, repeats: int) -> Cost:
+    return replace(
+        cost,
+        flops=cost.flops // repeats,
+        traffic=cost.traffic // repeats,
+        calls=-(-cost.calls // repeats),
+    )

@@ -3,17 +3,19 @@
     attention      FLOP of the causal triangle over the kernel's measured rate
     linear         FLOP of the model's own tile functions over the rate of matrix products
     element-wise   bytes that their other operations move over the bandwidth of the GPU's memory
-    exchange       bytes sent over the link; not overlapped with the kernel
+    launches       a few microseconds for each operation of a tile; many, where stages are
+    exchange       bytes sent over the link, with attention.overlap_exchange those that no kernel hides
+    ring           transfers that no kernel hides, and sums of partial results
     the rest       only what does not fit beside the work that it runs beside
 
 A rank that owns more heads than others sets the pace. Rows count as one document each: packed ones take less
-time. Nothing is compiled.
+time. torch.compile joins operations: fewer bytes and launches, by a measured factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torchtitan_lc.memory.placement import LayerPlacement
 from torchtitan_lc.plan.activations import Activations
@@ -23,6 +25,9 @@ from torchtitan_lc.tools.meter import Cost
 
 _BACKWARD = 2.5  # attention's backward in forwards: five matrix products for two
 _OF_BANDWIDTH = 0.85  # (d) of the memory's bandwidth is reached by element-wise kernels
+# (m) of element-wise time and launches is left by torch.compile: a block of 8B, 64K tokens of a rank, took
+# 0.676 s and compiled 0.639 s, with 4 heads a stage 0.662 s and 0.623 s.
+_COMPILED = 0.6
 PARTS = (
     "attention forward",
     "attention backward",
@@ -31,9 +36,10 @@ PARTS = (
     "linear backward",
     "linear recompute",
     "element-wise",
+    "launches",
     "loss",
-    "exchange",
-    "ring, not hidden",
+    "exchange, not hidden",
+    "ring",
     "offload, not hidden",
     "FSDP, not hidden",
     "optimizer",
@@ -59,12 +65,13 @@ class _Pass:
     attention: float = 0.0
     linear: float = 0.0
     elementwise: float = 0.0
+    launches: float = 0.0
     exchange: float = 0.0
     ring: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.attention + self.linear + self.elementwise + self.exchange + self.ring
+        return sum(getattr(self, f.name) for f in fields(self))
 
 
 class Timer:
@@ -91,8 +98,9 @@ class Timer:
             parts["linear recompute"] += replay.linear + again.linear
             for one in (forward, replay, backward, again):
                 parts["element-wise"] += one.elementwise
-                parts["exchange"] += one.exchange
-                parts["ring, not hidden"] += one.ring
+                parts["launches"] += one.launches
+                parts["exchange, not hidden"] += one.exchange
+                parts["ring"] += one.ring
             behind = forward.total, replay.total + backward.total + again.total
             parts["offload, not hidden"] += self._offload(layer, *behind)
             parts["FSDP, not hidden"] += self._fsdp(index + 1, *behind)
@@ -130,11 +138,10 @@ class Timer:
         layers = self.job.layers
         if index + 1 >= len(layers) or layers[index + 1].keeps_input:
             return _Pass()
-        forward = self._forward()
-        if layers[index].mode == "selective":
-            return _Pass(linear=forward.linear, elementwise=forward.elementwise)
-        # The attention that is computed again here need not be for this layer's own backward.
-        return _Pass(linear=forward.linear, elementwise=forward.elementwise)
+        costs, tiling = self.activations.projection_costs, self.job.config.tiling
+        # Attention is taken from where it is kept, or else kept for this layer's own backward.
+        output = self._work([(costs.output, 1)], tiling.projection_tokens)
+        return _sum([output, self._work([(self.activations.mlp_costs[0], 1)], tiling.mlp_tokens)])
 
     def _attention_forward(self) -> _Pass:
         costs, s = self.activations.projection_costs, self.sizes
@@ -149,10 +156,9 @@ class Timer:
         sent = 2 * sum(s.packed(stage.q_heads) for stage in self.stages)
         sent += 2 * sum(s.packed(self.stages[a].kv_heads) for a in arrivals)
         seconds = self._kernel(0)
-        ring = self._ring(seconds, s.itemsize)
-        return _sum(
-            [_Pass(seconds, exchange=self._exchange(sent), ring=ring), self._work(work, tokens)]
-        )
+        ring = self._ring(seconds, s.itemsize) + self._ring_sums(backward=False)
+        exchange = self._exchange(sent, seconds)
+        return _sum([_Pass(seconds, exchange=exchange, ring=ring), self._work(work, tokens)])
 
     def _backward(self) -> _Pass:
         costs, tiling, s = self.activations.projection_costs, self.job.config.tiling, self.sizes
@@ -173,10 +179,10 @@ class Timer:
         sent = 4 * sum(s.packed(stage.q_heads) for stage in self.stages)
         sent += 2 * sum(s.packed(self.stages[a].kv_heads) for a in [*arrivals, *due])
         seconds = self._kernel(1)
-        ring = self._ring(seconds, s.itemsize + s.wide)
+        ring = self._ring(seconds, s.itemsize + s.wide) + self._ring_sums(backward=True)
         return _sum(
             [
-                _Pass(seconds, exchange=self._exchange(sent), ring=ring),
+                _Pass(seconds, exchange=self._exchange(sent, seconds), ring=ring),
                 self._work(work, tiling.projection_tokens),
                 self._work([(self.activations.mlp_costs[1], 1)], tiling.mlp_tokens),
             ]
@@ -192,16 +198,24 @@ class Timer:
         job, d = self.job, self.job.model.args.head_dim
         heads = sum(len(stage.q_heads[0]) for stage in self.stages)
         flops = 2.0 * job.rows * heads * d * job.seq_len**2 / job.ring
-        rate = self.hw.attention_flops(job.kernel, job.seq_len, d)[backward]
+        # A ring calls its kernel on a part of the row at a time, where it is no faster.
+        lengths = {job.seq_len, max(1, job.seq_len // job.ring)}
+        rate = min(self.hw.attention_flops(job.kernel, n, d)[backward] for n in lengths)
         return flops * (_BACKWARD if backward else 1.0) / rate
 
     def _work(self, work: Iterable[tuple[Cost, float]], tile_tokens: int) -> _Pass:
         _, tiles = self.job.tile(tile_tokens)
-        linear = elementwise = 0.0
+        flops = traffic = calls = 0.0
         for cost, times in work:
-            linear += times * tiles * cost.flops / self.hw.matrix_flops
-            elementwise += times * tiles * cost.traffic / self._bandwidth
-        return _Pass(linear=linear, elementwise=elementwise)
+            flops += times * tiles * cost.flops
+            traffic += times * tiles * cost.traffic
+            calls += times * tiles * cost.calls
+        left = _COMPILED if self.job.config.compile.enable else 1.0
+        return _Pass(
+            linear=flops / self.hw.matrix_flops,
+            elementwise=left * traffic / self._bandwidth,
+            launches=left * calls * self.hw.launch_us * 1e-6,
+        )
 
     def _tiles(self, cost: Cost, tile_tokens: int) -> float:
         return self._work([(cost, 1)], tile_tokens).total
@@ -212,9 +226,14 @@ class Timer:
 
     # -- what travels
 
-    def _exchange(self, sent: int) -> float:
-        u = self.job.ulysses
-        return sent * (u - 1) / u / self._link(u)
+    def _exchange(self, sent: int, kernels: float) -> float:
+        """Overlapped, what the first stage needs and the last one gives has no kernel to run beside."""
+        u, stages = self.job.ulysses, len(self.stages)
+        seconds = sent * (u - 1) / u / self._link(u)
+        if not self.job.overlap_exchange:
+            return seconds
+        inner = seconds * (stages - 1) / stages
+        return seconds - inner + max(0.0, inner - kernels * (stages - 1) / stages)
 
     def _link(self, ranks: int) -> float:
         """Bytes per second of a group of neighbours."""
@@ -237,6 +256,22 @@ class Timer:
         beside = kernel_seconds / job.ring
         last = hop if bytes_per_element > s.itemsize else 0.0
         return (job.ring - 1) * max(0.0, hop - beside) + last
+
+    def _ring_sums(self, backward: bool) -> float:
+        """Partial results folded into sums in fp32: Ring.forward with merge, Ring.backward."""
+        job, s = self.job, self.sizes
+        element = job.rows * job.tokens * job.ulysses * s.head_dim
+        queries = element * sum(len(stage.q_heads[0]) for stage in self.stages)
+        keys = element * sum(
+            2 * max(seg.kv_stop - seg.kv_start for seg in stage.segments[0])
+            for stage in self.stages
+        )
+        # Scaled in place, a product, added in place; backward added in place, and for k and v made zero
+        # and added to what arrives.
+        forward = queries * (2 * s.wide + (s.itemsize + s.wide) + 3 * s.wide)
+        added = 2 * s.wide + s.itemsize
+        traffic = queries * added + keys * (s.wide + added + 3 * s.wide) if backward else forward
+        return (job.ring - 1) * traffic / self._bandwidth
 
     def _offload(self, layer: LayerPlacement, forward: float, backward: float) -> float:
         """Out beside the layer's forward. Back: with early fetching beside the backward of the layer after
@@ -293,6 +328,5 @@ class Timer:
 
 
 def _sum(passes: Iterable[_Pass]) -> _Pass:
-    fields = ("attention", "linear", "elementwise", "exchange", "ring")
     passes = list(passes)
-    return _Pass(*(sum(getattr(one, field) for one in passes) for field in fields))
+    return _Pass(*(sum(getattr(one, f.name) for one in passes) for f in fields(_Pass)))

@@ -100,8 +100,11 @@ class Meter(TorchDispatchMode):
 
 
 def _shape_only(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-    """The result of an operation on floats whose shape is plain, or None for any other. torch's own shape rules
-    for these are written in Python and import its compiler, half a second."""
+    """The result of an operation whose shape is plain, or None for any other. torch's own shape rules
+    for these are written in Python and import its compiler or sympy, half a second."""
+    if func.overloadpacket in _PRODUCTS:
+        a, b = inputs[-2:]
+        return a.new_empty((*a.shape[:-1], b.shape[-1]))
     if func.overloadpacket is _aten.cat:
         return _joined(*args, **kwargs)
     if func.overloadpacket in _REDUCTIONS:
@@ -147,6 +150,7 @@ _LIKE = {
     _aten._log_softmax_backward_data: 0,
     _aten.nll_loss_backward: 1,
 }
+_PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _COMPARISONS = {
     getattr(_aten, name)
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not")
@@ -155,7 +159,7 @@ _COMPARISONS = {
 
 def _matrix_flops(packet: Any, inputs: list[Tensor]) -> int:
     """Two for each multiply-add of a matrix product, 0 for anything else."""
-    if packet in (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm):
+    if packet in _PRODUCTS:
         a, b = inputs[-2:]
         return 2 * a.numel() * b.shape[-1]
     return 0

@@ -42,6 +42,8 @@ CASES = [
     ("lr_scheduler__decay_type", "cosine", {"lr_scheduler__decay_ratio": 0.0}),
     ("training__dataset_path", "x", {}),
     ("compile__backend", "eager", {}),
+    ("float8__recipe_name", "rowwise", {}),
+    ("float8__emulate", True, {}),
     ("checkpoint__interval", 5, {}),
     ("checkpoint__exclude_from_loading", ["optimizer"], {}),
     ("checkpoint__keep_latest_k", 3, {"checkpoint__enable": True, "checkpoint__load_only": True}),

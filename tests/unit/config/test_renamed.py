@@ -61,7 +61,9 @@ def test_advice_names_only_keys_that_exist():
         ("parallelism.pipeline_parallel_degree = 2", "pipeline parallelism is not offered"),
         ("training.chunked_loss = true", "tiling.loss_tokens"),
         ('training.pretrained_checkpoint_path = "x"', "checkpoint.initial_load_path"),
-        ('model.converters = ["float8"]', "converters are not offered"),
+        ('model.converters = ["float8"]', "float8.enable = true"),
+        ("float8.enable_fsdp_float8_all_gather = true", "training.mixed_precision_param"),
+        ("mx = {enable = true}", "mx training is not offered"),
         ('experimental.custom_args_module = "x"', "experimental.custom_import"),
         ('activation_checkpoint.selective_ac_option = "2"', "mode selective keeps"),
         ("optimizer.fused = true", "optimizer.implementation"),
@@ -88,6 +90,8 @@ def test_a_name_without_counterpart_is_refused_with_what_to_say_instead(mistake,
         'comm.mode = "default"',
         "validation = {enable = false, freq = 5}",
         'quantize = {linear = {float8 = {filter_fqns = ["output"]}}}',
+        "float8.precompute_float8_dynamic_scale_for_fsdp = false",
+        "float8.moe_fqns_prototype = []",
     ],
 )
 def test_a_foreign_key_that_asks_for_nothing_is_accepted(load, line):
@@ -100,5 +104,5 @@ def test_refusals_reach_the_command_line_too():
     with pytest.raises(UserError, match="tensor parallelism is not offered"):
         load_config(["--parallelism.tensor_parallel_degree", "2"])
     load_config(["--parallelism.tensor_parallel_degree", "1"])
-    with pytest.raises(UserError, match="float8 and mx"):
+    with pytest.raises(UserError, match="float8.recipe_name"):
         load_config(["--quantize.linear.float8.recipe_name", "rowwise"])

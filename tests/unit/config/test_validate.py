@@ -99,6 +99,23 @@ def test_a_ulysses_degree_divides_the_ranks_of_a_row(ulysses, fits):
 
 
 @pytest.mark.parametrize(
+    ("emulate", "dtype", "fits"),
+    [(False, "bfloat16", True), (False, "float32", False), (True, "float32", True)],
+)
+def test_float8_without_emulation_computes_in_bf16(emulate, dtype, fits):
+    settings = {
+        "float8__enable": True,
+        "float8__emulate": emulate,
+        "training__mixed_precision_param": dtype,
+    }
+    if fits:
+        assert problems(**settings) == []
+    else:
+        text = only(**settings)
+        assert "float8.enable = true" in text and "training.mixed_precision_param" in text
+
+
+@pytest.mark.parametrize(
     ("strategy", "cp", "resolved"),
     [("auto", 1, "local"), ("auto", 2, "upipe"), ("ulysses", 2, "ulysses"), ("upipe", 1, "upipe")],
 )

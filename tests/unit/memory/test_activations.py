@@ -23,7 +23,8 @@ class Block:
 
 def _set_up(settings: dict[str, Any]) -> list[Any]:
     blocks = [Block() for _ in range(LAYERS)]
-    return set_up_blocks(blocks, tiny_config(settings), sizes(), torch.device("cpu"))
+    device = torch.device("cpu")
+    return set_up_blocks(blocks, tiny_config(settings), sizes(), device).segments
 
 
 def test_a_budget_that_the_host_does_not_have_is_refused_before_anything_is_allocated(

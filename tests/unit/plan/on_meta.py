@@ -3,32 +3,25 @@ real frees, no peers, no time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan_lc.attention import comm, ring
+from torchtitan_lc.memory.host_memory import HostBuffer, HostMemory
+from torchtitan_lc.memory.offload import HostCopies
+from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.tools.meter import Meter
 
 
-class StandIn:
-    """A kernel that allocates what a flash kernel does: its results, and dq in fp32 beside them."""
-
-    name = "stand-in"
-
-    def unsupported(self, *_: Any) -> None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        return q.new_empty(q.shape), lse
-
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        return q.new_empty(q.shape, dtype=torch.float32).to(q.dtype), dk, dv
+class _Arrived:
+    def wait(self) -> None: ...
 
 
 class _NoPeers:
@@ -37,7 +30,8 @@ class _NoPeers:
     isend = irecv = None
     ProcessGroup = object
 
-    def all_to_all_single(self, *_: Any, **__: Any) -> None: ...
+    def all_to_all_single(self, *_: Any, **__: Any) -> _Arrived:
+        return _Arrived()
 
     def get_global_rank(self, *_: Any) -> int:
         return 0
@@ -78,16 +72,27 @@ class _Loss(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def measure(block: Any, rows: int, tokens: int, width: int, head_dim: int) -> Peaks:
-    """Of ``block(h, rope's angles)``, counted from its own input on."""
-    angles = torch.empty((rows, tokens, head_dim // 2), device="meta")
+class Elsewhere(HostMemory):
+    """Host memory that the meter does not see."""
+
+    def take(self, n_bytes: int) -> HostBuffer:
+        with _disable_current_modes():
+            return HostBuffer(torch.empty(n_bytes, dtype=torch.uint8, device="meta"))
+
+
+NO_COPIES = HostCopies()  # of tensors without data
+
+
+def measure(
+    run: Callable[[Tensor, Tensor], Tensor], rows: int, tokens: int, width: int, head_dim: int
+) -> Peaks:
+    """Of ``run(what comes before, cosines and sines)``, counted from its own input on."""
+    cos_sin = torch.empty((rows, tokens, head_dim), device="meta")
     before = torch.empty(
         (rows, tokens, width), dtype=torch.bfloat16, device="meta", requires_grad=True
     )
     with Meter() as live:
-        h = before * 1  # as after another block
-        y = block(h, angles)
-        del h
+        y = run(before, cos_sin)
         forward = live.peak
         loss = _Loss.apply(y)
         del y
@@ -96,3 +101,30 @@ def measure(block: Any, rows: int, tokens: int, width: int, head_dim: int) -> Pe
         loss.backward()
         before.grad = None
     return Peaks(forward, kept, live.peak)
+
+
+def run_blocks(model: Decoder, before: Tensor, cos_sin: Tensor) -> Tensor:
+    """As Decoder.forward does, and as FSDP2 does a block's gradients leave when its backward has ended."""
+
+    def run(start: int, stop: int, h: Tensor, cos_sin: Tensor, documents: None) -> Tensor:
+        for block in model.blocks[start:stop]:
+            if h.requires_grad:
+                h.register_hook(partial(_drop_gradients, block))
+            h = block(h, cos_sin, documents)
+        return h
+
+    h = before * 1  # as after another block
+    for start, stop in model._segments():
+        segment = model.segments[start]
+        if segment is None:
+            # One after the other, where nothing else holds the first h.
+            for index in range(start, stop):
+                h = run(index, index + 1, h, cos_sin, None)
+        else:
+            h = segment(partial(run, start, stop), h, cos_sin, None)
+    return h
+
+
+def _drop_gradients(block: nn.Module, _: Tensor) -> None:
+    for parameter in block.parameters():
+        parameter.grad = None

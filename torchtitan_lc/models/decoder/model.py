@@ -14,6 +14,7 @@ Letters: B rows, T tokens of this rank, M dim, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -190,6 +191,7 @@ class Decoder(nn.Module):
         self.head = Head(args, self.functions, self.execution)
         # By block: what runs the blocks that are checkpointed together, where they begin.
         self.segments: list[Run | None] = [None] * args.n_layers
+        self.after_last_block: Callable[[], None] = lambda: None
 
     def forward(
         self,
@@ -209,6 +211,7 @@ class Decoder(nn.Module):
                 continue
             for block in self.blocks[start:stop]:  # here, where nothing else holds the first h
                 h = block(h, cos_sin, documents)
+        self.after_last_block()
         return self.head(h, labels, tied)
 
     def _run_blocks(

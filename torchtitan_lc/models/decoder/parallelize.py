@@ -44,7 +44,8 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
         outputs=strategy.kept_bytes(shape, rows, tokens, itemsize),
     )
     device = torch.device(meshes.fsdp.device_type)
-    model.segments = set_up_blocks(blocks, config, sizes, device)
+    run = set_up_blocks(blocks, config, sizes, device)
+    model.segments, model.after_last_block = run.segments, run.after_last
 
     if config.float8.enable:
         use_float8(model, config.float8)
