@@ -348,9 +348,6 @@ class Trainer:
             f"sharded over {dims.dp_shard * dims.cp} ranks"
         )
         logger.info(f"Attention: {self.strategy.describe(self.shape)}; kernel {kernel} ({reason})")
-        resolved = ("hold_normed_input", "sum_kv_gradients", "overlap_exchange")
-        values = (f"{key} = {str(getattr(self.strategy, key)).lower()}" for key in resolved)
-        logger.info(f"Attention: {', '.join(values)}")
         logger.info(
             f"Step: {self.rows_per_step} rows of {config.training.seq_len:,} tokens, "
             f"{self.accumulation} micro-batches of {config.training.local_batch_size} rows for each of "

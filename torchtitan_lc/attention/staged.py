@@ -83,15 +83,21 @@ class StagedStrategy:
             text += f", {plan.idle_slots} of {plan.slots} slots idle"
         if self.layout.ring > 1:
             text += f", inside a ring of {self.layout.ring} (zigzag)"
+        text += ", normed input held" if self.hold_normed_input else ", normed input made again"
+        if stages > 1:
+            how = "summed over stages" if self.sum_kv_gradients else "sent by each stage"
+            text += f", K/V gradients {how}"
+        if self.overlap_exchange and self.ranks > 1:
+            text += ", exchanges overlapped"
         return text
 
     def kept_bytes(self, shape: AttentionShape, rows: int, tokens: int, itemsize: int) -> int:
-        """What one call keeps for backward on this rank: out of its ``tokens``, lse of its heads."""
+        """What one call keeps for backward on the rank with most heads: out of its ``tokens``, lse of its
+        heads. The same on all ranks, as what follows from it is planned by each."""
         out = rows * tokens * shape.n_heads * shape.head_dim * itemsize
-        heads = sum(
-            len(s.q_heads[self.rank]) for s in self.plan(shape.n_heads, shape.n_kv_heads).stages
-        )
-        return out + rows * tokens * self.ranks * heads * 4  # lse is fp32
+        stages = self.plan(shape.n_heads, shape.n_kv_heads).stages
+        heads = sum(max(len(heads) for heads in stage.q_heads) for stage in stages)
+        return out + rows * tokens * self.ranks * heads * max(4, itemsize)  # lse: at least fp32
 
     def attend(
         self,

@@ -100,11 +100,13 @@ def _cgroup_room(root: Path) -> Iterator[int]:
 def mapped(n_bytes: int) -> Tensor:
     """n_bytes (at least 1) of fresh memory, in huge pages where the system gives them: there are fewer to
     be found, zeroed and locked."""
-    memory = mmap.mmap(-1, n_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # EINVAL: a kernel without huge pages, for which the advice means nothing.
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    # Private: shared memory has a switch of its own for huge pages, which is off as a rule.
+    memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork this process could be given copies of pages of which the GPU has locked the originals.
+    memory.madvise(mmap.MADV_DONTFORK)
+    # EINVAL: a kernel without huge pages, for which the advice means nothing.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -46,6 +46,7 @@ class CudaCopies:
     """On a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def out(self, source: Tensor, target: Tensor, after: Any) -> Any:
@@ -55,10 +56,10 @@ class CudaCopies:
         return self._copy(self._back, source, target, after)
 
     def wait(self, copied: Any) -> None:
-        torch.cuda.current_stream().wait_event(copied)
+        torch.cuda.current_stream(self._device).wait_event(copied)
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Any) -> Any:
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from torchtitan_lc.attention.base import AttentionShape, Peers
+from torchtitan_lc.attention.kernels import Math
 from torchtitan_lc.attention.strategies import best_ulysses_degree
+from torchtitan_lc.attention.upipe import UPipe
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,17 @@ def test_the_exchange_is_as_wide_as_heads_and_a_node_allow(
 ) -> None:
     assert best_ulysses_degree(cp, *heads, per_node) == degree
     assert cp % degree == per_node % degree == 0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(28, 4, 8), (9, 3, 2), (32, 8, 8)])
+def test_all_ranks_count_the_same_bytes_for_what_a_layer_keeps(
+    heads: int, kv_heads: int, ranks: int
+) -> None:
+    """Each plans from them which layers run attention again: ranks that differ would wait for ever."""
+    shape = AttentionShape(heads, kv_heads, 64)
+    kept = {
+        UPipe(Math(), ulysses=Peers(ranks, rank)).kept_bytes(shape, 2, 128, 2)
+        for rank in range(ranks)
+    }
+    most = -(-heads // ranks)
+    assert kept == {2 * 128 * heads * 64 * 2 + 2 * 128 * ranks * most * 4}
