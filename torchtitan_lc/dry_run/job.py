@@ -184,9 +184,7 @@ def _decide(config: JobConfig, job: Job) -> None:
     if offload.enable:
         offload.early_fetch = job.early_fetch
         if offload.host_memory_gib == "auto":
-            cluster = job.cluster
-            host = cluster.hardware.offload_bytes_per_gpu(cluster.gpus_per_node)
-            offload.host_memory_gib = host / GIB
+            offload.host_memory_gib = job.host_budget / GIB
 
 
 def _names(terms: Iterable[Term]) -> str:

@@ -25,6 +25,7 @@ from torchtitan_lc.memory.placement import (
     LayerPlacement,
     Sizes,
     host_bytes_needed,
+    host_state,
     is_roomy,
     place_layers,
 )
@@ -54,14 +55,23 @@ def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
 
 
 def set_up_blocks(
-    blocks: Sequence[CheckpointedBlock], config: JobConfig, sizes: Sizes, device: torch.device
+    blocks: Sequence[CheckpointedBlock],
+    config: JobConfig,
+    sizes: Sizes,
+    device: torch.device,
+    parameter_bytes: int = 0,
 ) -> Blocks:
-    """Give each block its checkpoint, and say how a model has to run them.
+    """Give each block its checkpoint, and say how a model has to run them. parameter_bytes: of this
+    rank's shards.
 
     Raises UserError where the host has less memory than the plan needs.
     """
     ac = config.activation_checkpoint
-    available = _least(available_bytes(_ranks_on_node())) if config.activation_offload.enable else 0
+    available = 0
+    if config.activation_offload.enable:
+        # Nothing of the model is there yet when its blocks are set up.
+        room = available_bytes(_ranks_on_node()) - host_state(config, parameter_bytes)
+        available = max(_least(room), 0)
     placements = place_layers(
         len(blocks),
         sizes,

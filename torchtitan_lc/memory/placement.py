@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.memory.checkpointing import Mode, layer_modes
 
 Auto = Literal["auto"]
@@ -88,6 +89,18 @@ def host_bytes_needed(layers: Sequence[LayerPlacement], sizes: Sizes) -> int:
     starts = [i for i, layer in enumerate(layers) if layer.keeps_input] + [len(layers)]
     longest = max(stop - start for start, stop in pairwise(starts))
     return inputs + (kept + (longest if again else 0)) * sizes.outputs
+
+
+def host_state(config: JobConfig, parameter_bytes: int) -> int:
+    """Bytes of model state that a rank will keep in host memory beside activations.
+
+    parameter_bytes: of its shards. Under training.enable_cpu_offload torch page-locks each shard and its
+    gradient, rounded up to a power of two: twice the bytes at most, which is what is set aside.
+    """
+    moments = 0 if config.optimizer.name == "SGD" else 2 * parameter_bytes
+    if config.training.enable_cpu_offload:
+        return 4 * parameter_bytes + moments
+    return moments if config.optimizer.offload_state else 0
 
 
 def is_roomy(buffer_bytes: int, device_bytes: int) -> bool:

@@ -91,10 +91,11 @@ class Hardware:
         share = 1.0 if head_dim >= 128 else SMALL_HEADS
         return 1e12 * forward * share, 1e12 * backward * share
 
-    def offload_bytes_per_gpu(self, gpus_per_node: int) -> float:
-        """What a rank may take of host memory: nine tenths of what its processes leave."""
-        free = self.host_memory_gib - self.host_process_gib * gpus_per_node
-        return max(free, 0.0) * 0.9 / gpus_per_node * GIB
+    def offload_bytes_per_gpu(self, gpus_per_node: int, state: int) -> float:
+        """What a rank may take of host memory for activations: nine tenths of what its process and its
+        ``state`` (bytes) leave."""
+        free = (self.host_memory_gib / gpus_per_node - self.host_process_gib) * GIB - state
+        return max(free, 0.0) * 0.9
 
 
 @dataclass(frozen=True)

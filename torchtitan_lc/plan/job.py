@@ -15,7 +15,13 @@ from torchtitan_lc.attention.strategies import best_ulysses_degree
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.resolve import accumulation_steps, resolve_degrees, resolve_strategy
 from torchtitan_lc.config.validate import check
-from torchtitan_lc.memory.placement import LayerPlacement, Sizes, is_roomy, place_layers
+from torchtitan_lc.memory.placement import (
+    LayerPlacement,
+    Sizes,
+    host_state,
+    is_roomy,
+    place_layers,
+)
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.spec import get_args, get_model, import_custom
 from torchtitan_lc.plan.hardware import Cluster
@@ -49,7 +55,8 @@ class Job:
     seq_len: padded to what the ranks can cut. tokens: of a rank. dp: groups with rows of their own.
     shard: ranks over which parameters are sharded. heads: who computes what at which stage. hidden:
     bytes of one hidden-state buffer, B. layers: what each keeps, and where. roomy settings, early among
-    them, are those that "auto" leaves to the size of B.
+    them, are those that "auto" leaves to the size of B. host_budget: bytes of host memory that a rank may
+    use for activations.
     """
 
     config: JobConfig
@@ -73,6 +80,7 @@ class Job:
     sum_kv_gradients: bool
     overlap_exchange: bool
     early_fetch: bool
+    host_budget: int
 
     @property
     def rows(self) -> int:
@@ -152,7 +160,9 @@ def _make_job(config: JobConfig, model: PlannedModel, cluster: Cluster) -> Job:
     offload, ac = config.activation_offload, config.activation_checkpoint
     host = 0
     if offload.enable:
-        host = int(cluster.hardware.offload_bytes_per_gpu(cluster.gpus_per_node))
+        elements = parameters(model.module) // (shard * cp)
+        state = host_state(config, elements * torch_dtype(config.training.dtype).itemsize)
+        host = int(cluster.hardware.offload_bytes_per_gpu(cluster.gpus_per_node, state))
         if offload.host_memory_gib != "auto":
             host = int(offload.host_memory_gib * 2**30)
     layers = place_layers(
@@ -190,6 +200,7 @@ def _make_job(config: JobConfig, model: PlannedModel, cluster: Cluster) -> Job:
         sum_kv_gradients=decided(config.attention.sum_kv_gradients),
         overlap_exchange=ulysses > 1 and decided(config.attention.overlap_exchange),
         early_fetch=offload.enable and decided(offload.early_fetch),
+        host_budget=host,
     )
 
 

@@ -11,7 +11,7 @@ from tests.offloaded import LAYERS, build, loss_of, sizes
 from tests.tiny import gradients, tiny_config
 from torchtitan_lc.memory import activations
 from torchtitan_lc.memory.activations import host_budget, resolve, set_up_blocks
-from torchtitan_lc.memory.placement import GIB
+from torchtitan_lc.memory.placement import GIB, host_state
 from torchtitan_lc.tools.errors import UserError
 
 OFFLOAD = {"activation_offload.enable": True}
@@ -21,10 +21,10 @@ class Block:
     checkpoint: Any = None
 
 
-def _set_up(settings: dict[str, Any]) -> list[Any]:
+def _set_up(settings: dict[str, Any], shards: int = 0) -> list[Any]:
     blocks = [Block() for _ in range(LAYERS)]
     device = torch.device("cpu")
-    return set_up_blocks(blocks, tiny_config(settings), sizes(), device).segments
+    return set_up_blocks(blocks, tiny_config(settings), sizes(), device, shards).segments
 
 
 def test_a_budget_that_the_host_does_not_have_is_refused_before_anything_is_allocated(
@@ -82,3 +82,24 @@ def test_shared_buffers_hold_one_of_each_size_and_give_wrong_gradients() -> None
     assert offload.memory.allocated < one.input + one.outputs
     got, want = gradients(shared), gradients(plain)
     assert any(not torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_byte"),
+    [
+        ({}, 0),
+        ({"optimizer.name": "AdamW", "optimizer.offload_state": True}, 2),
+        ({"optimizer.name": "AdamW", "training.enable_cpu_offload": True}, 6),
+        ({"optimizer.name": "SGD", "training.enable_cpu_offload": True}, 4),
+    ],
+)
+def test_host_memory_that_the_model_will_need_is_not_given_to_activations(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], per_byte: int
+) -> None:
+    one = sizes()
+    shards = 2 * one.input + LAYERS * one.outputs  # as much as the plan takes
+    monkeypatch.setattr(activations, "available_bytes", lambda _: per_byte * shards + 100)
+    with pytest.raises(UserError, match="0.0 GiB are free"):
+        # What is left is less than the plan takes, whatever of the model comes to the host later.
+        _set_up({**OFFLOAD, **settings, "activation_offload.host_memory_gib": 1.0}, shards)
+    assert host_state(tiny_config(settings), shards) == per_byte * shards

@@ -44,7 +44,9 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
         outputs=strategy.kept_bytes(shape, rows, tokens, itemsize),
     )
     device = torch.device(meshes.fsdp.device_type)
-    run = set_up_blocks(blocks, config, sizes, device)
+    elements = sum(p.numel() for p in model.parameters()) // meshes.fsdp.shape[-1]
+    shards = elements * torch_dtype(config.training.dtype).itemsize
+    run = set_up_blocks(blocks, config, sizes, device, shards)
     model.segments, model.after_last_block = run.segments, run.after_last
 
     if config.float8.enable:
