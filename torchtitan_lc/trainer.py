@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_lc.attention.documents import Documents
+from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.layout import Layout
+from torchtitan_lc.attention.staged import StagedStrategy
 from torchtitan_lc.attention.strategies import make_strategy
 from torchtitan_lc.components.agreement import all_or_none
 from torchtitan_lc.components.checkpoint import CheckpointManager
@@ -124,21 +126,7 @@ class Trainer:
         self.lanes = list(range(first, first + rows))
         self.rows_per_step = rows * self.dims.dp
         kernel = job_kernel(config, args, device.type)
-        attention = config.attention
-        tokens = Layout(self.dims.ulysses, self.dims.ring).tokens(config.training.seq_len)
-        itemsize = compute_dtype(config).itemsize
-        buffer = config.training.local_batch_size * tokens * args.dim * itemsize
-        self.strategy = make_strategy(
-            resolve_strategy(config),
-            kernel.kernel,
-            ulysses=self.dims.peers(self.meshes, "ulysses"),
-            ring=self.dims.peers(self.meshes, "ring"),
-            heads_per_stage=attention.heads_per_stage,
-            tile_tokens=config.tiling.projection_tokens,
-            hold_normed_input=resolve(attention.hold_normed_input, buffer, device.type),
-            sum_kv_gradients=resolve(attention.sum_kv_gradients, buffer, device.type),
-            overlap_exchange=resolve(attention.overlap_exchange, buffer, device.type),
-        )
+        self.strategy = self._build_strategy(kernel.kernel)
         tokenizer = build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
         self.loader = build_loader(
             config.training,
@@ -180,6 +168,25 @@ class Trainer:
             hf=job_hf(config, self.job_model),
         )
         self._log_start(kernel.kernel.name, kernel.reason)
+
+    def _build_strategy(self, kernel: Kernel) -> StagedStrategy:
+        """The config's, with "auto" decided by the size of a hidden-state buffer on this device."""
+        config, device = self.config, self.device.type
+        attention = config.attention
+        tokens = Layout(self.dims.ulysses, self.dims.ring).tokens(config.training.seq_len)
+        itemsize = compute_dtype(config).itemsize
+        buffer = config.training.local_batch_size * tokens * self.job_model.args.dim * itemsize
+        return make_strategy(
+            resolve_strategy(config),
+            kernel,
+            ulysses=self.dims.peers(self.meshes, "ulysses"),
+            ring=self.dims.peers(self.meshes, "ring"),
+            heads_per_stage=attention.heads_per_stage,
+            tile_tokens=config.tiling.projection_tokens,
+            hold_normed_input=resolve(attention.hold_normed_input, buffer, device),
+            sum_kv_gradients=resolve(attention.sum_kv_gradients, buffer, device),
+            overlap_exchange=resolve(attention.overlap_exchange, buffer, device),
+        )
 
     def _build_model(self) -> nn.Module:
         """Build on the meta device, spread, then materialise and fill only this rank's shards."""

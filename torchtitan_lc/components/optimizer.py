@@ -23,7 +23,6 @@ from torch import nn
 from torchtitan_lc.components.offloaded_adam import OffloadedAdam
 
 if TYPE_CHECKING:
-    from torchtitan_lc.config.job_config import JobConfig
     from torchtitan_lc.config.job_config import Optimizer as OptimizerConfig
 
 
@@ -59,21 +58,6 @@ def build_optimizer(
         return OffloadedAdam(groups, **settings, decoupled_weight_decay=config.name == "AdamW")
     cls = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
     return cls(groups, **settings)
-
-
-def state_bytes(config: JobConfig, parameter_bytes: int) -> tuple[int, int]:
-    """Bytes of optimizer state that a rank keeps between steps on its (GPU, host).
-
-    parameter_bytes: of the rank's shards, in training.dtype, which the moments have too. Step counts
-    and alignment, a few bytes per parameter, are left out. So is what a step needs while it runs,
-    when no activation is alive: under optimizer.offload_state up to 4 x the largest shard on the GPU.
-    What else training.enable_cpu_offload keeps on the host, parameters and gradients, is not state.
-    """
-    if config.optimizer.name == "SGD":
-        return 0, 0
-    moments = 2 * parameter_bytes
-    on_host = config.training.enable_cpu_offload or config.optimizer.offload_state
-    return (0, moments) if on_host else (moments, 0)
 
 
 def _decay_groups(
