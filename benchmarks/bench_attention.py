@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[Record]:
             try:
                 kernel = get_kernel(name, device, dtype, args.head_dim)
                 case["kernel"] = kernel.name
-                times = time_call(kernel, call, dtype, device, args.repeats)
+                times = time_call(kernel, call, dtype, device, args.repeats).steady
                 case[f"{direction}_s"] = spread(times)
                 case[f"{direction}_tflops"] = spread([call.flops / t / 1e12 for t in times])
             except Exception as error:  # kernels raise what they like; all of it is written down

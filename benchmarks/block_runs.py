@@ -120,6 +120,7 @@ def run(
         "peers": peers(),
         **{key: getattr(args, key) for key in keys},
         "matmul_tflops": ceiling.rate / 1e12,
+        "matmul_burst_tflops": ceiling.burst_rate / 1e12,
         "cases": results,
     }
     if dist.get_rank() == 0:
@@ -169,9 +170,9 @@ def _add_ceiling(block: BlockCase, case: Case, ceiling: Ceiling, local: int) -> 
     if block.counting is None or not case.seconds:  # a kernel that computes nothing, or no time
         return
     found = ceiling.of(block.kernel, block.counting.calls, local, case.result["mode"])
-    best = found["attention_s"] + found["matmul_s"]
-    fraction = spread([best / seconds for seconds in case.seconds])
-    case.result |= {"ceiling": {**found, "seconds": best}, "ceiling_fraction": fraction}
+    for name, best in (("ceiling_fraction", "seconds"), ("burst_fraction", "burst_seconds")):
+        case.result[name] = spread([found[best] / seconds for seconds in case.seconds])
+    case.result["ceiling"] = found
 
 
 def _compare(cases: list[Case]) -> None:

@@ -3,7 +3,9 @@
     ceiling = each kernel call of a step, timed alone at its exact shape
             + matrix products of the block, in FLOP, over the rate of one large bf16 product
 
-Both are measured in the same run as the step. Matrix products are those that mathematics and the
+Both are measured in the same run as the step, after WARM seconds of the same call: a step lasts for
+seconds, and what a GPU does in its first milliseconds after a pause (the "burst", recorded too) it cannot
+keep up at its power limit. Matrix products are those that mathematics and the
 checkpoint mode need: 2 N T forward, 4 N T backward and, where the block is recomputed, 2 N T more
 (N parameters, T tokens of the rank). What a schedule computes beyond that counts against it.
 """
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,9 +25,27 @@ from torch import Tensor
 
 from benchmarks.record import Record
 from benchmarks.shapes import Call
-from benchmarks.timing import GIB, seconds_of
+from benchmarks.timing import GIB, seconds_of, warm_up
 from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.models.decoder.args import DecoderArgs
+
+WARM = 1.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of calls: of the first ones after a pause, and of those after WARM seconds."""
+
+    burst: list[float]
+    steady: list[float]
+
+
+def times_of(fn: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 1) -> Times:
+    burst = seconds_of(fn, device, repeats, warmup)
+    if device.type != "cuda":
+        return Times(burst, burst)
+    warm_up(fn, device, WARM)
+    return Times(burst, seconds_of(fn, device, repeats, warmup=0))
 
 
 def block_parameters(args: DecoderArgs) -> int:
@@ -38,12 +60,11 @@ def matmul_flops(args: DecoderArgs, tokens: int, mode: str) -> float:
     return passes * float(block_parameters(args)) * tokens * args.n_layers
 
 
-def matmul_rate(size: int, dtype: torch.dtype, device: torch.device, repeats: int = 20) -> float:
-    """FLOP/s of a size-cubed product of random numbers (zeros would be faster)."""
+def matmul_times(size: int, dtype: torch.dtype, device: torch.device, repeats: int = 20) -> Times:
+    """Of a size-cubed product of random numbers (zeros would be faster)."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    times = seconds_of(lambda: torch.mm(a, b, out=out), device, repeats, warmup=5)
-    return 2.0 * size**3 / median(times)
+    return times_of(lambda: torch.mm(a, b, out=out), device, repeats, warmup=5)
 
 
 def call_bytes(call: Call, kernel: str, itemsize: int) -> int:
@@ -68,8 +89,8 @@ def free_bytes(device: torch.device) -> int:
 
 def time_call(
     kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, repeats: int
-) -> list[float]:
-    """Seconds of ``repeats`` calls. Raises ValueError where there is too little memory for one."""
+) -> Times:
+    """Of ``repeats`` calls. Raises ValueError where there is too little memory for one."""
     need, free = call_bytes(call, kernel.name, dtype.itemsize), free_bytes(device)
     if need > 0.9 * free:
         raise ValueError(f"needs about {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
@@ -81,10 +102,10 @@ def time_call(
     v = random(call.keys, call.kv_heads)
     mask: Any = {"causal": call.causal, "scale": 1 / math.sqrt(call.head_dim)}
     if call.direction == "forward":
-        return seconds_of(lambda: kernel.forward(q, k, v, **mask), device, repeats)
+        return times_of(lambda: kernel.forward(q, k, v, **mask), device, repeats)
     out, lse = kernel.forward(q, k, v, **mask)
     dout = random(call.queries, call.heads)
-    return seconds_of(lambda: kernel.backward(dout, q, k, v, out, lse, **mask), device, repeats)
+    return times_of(lambda: kernel.backward(dout, q, k, v, out, lse, **mask), device, repeats)
 
 
 class Ceiling:
@@ -94,19 +115,26 @@ class Ceiling:
         self, args: DecoderArgs, dtype: torch.dtype, device: torch.device, matmul_size: int
     ) -> None:
         self.args, self.dtype, self.device = args, dtype, device
-        self.rate = matmul_rate(matmul_size, dtype, device)
-        self._seconds: dict[tuple[str, Call], float] = {}
+        matmul = matmul_times(matmul_size, dtype, device)
+        flops = 2.0 * matmul_size**3
+        self.rate, self.burst_rate = flops / median(matmul.steady), flops / median(matmul.burst)
+        self._times: dict[tuple[str, Call], Times] = {}
 
     def of(self, kernel: Kernel, calls: Counter[Call], tokens: int, mode: str) -> Record:
-        """attention_s and matmul_s of a step of all blocks, which made ``calls``."""
+        """Seconds of a step of all blocks, which made ``calls``: attention_s, matmul_s and both together,
+        and those of bursts."""
         for call in calls:
-            if (kernel.name, call) not in self._seconds:
-                times = time_call(kernel, call, self.dtype, self.device, 3)
-                self._seconds[kernel.name, call] = median(times)
-        attention = sum(n * self._seconds[kernel.name, call] for call, n in calls.items())
+            if (kernel.name, call) not in self._times:
+                self._times[kernel.name, call] = time_call(kernel, call, self.dtype, self.device, 3)
+        times = [(n, self._times[kernel.name, call]) for call, n in calls.items()]
+        attention = sum(n * median(t.steady) for n, t in times)
+        flops = matmul_flops(self.args, tokens, mode)
+        burst = sum(n * median(t.burst) for n, t in times) + flops / self.burst_rate
         return {
             "attention_s": attention,
-            "matmul_s": matmul_flops(self.args, tokens, mode) / self.rate,
+            "matmul_s": flops / self.rate,
+            "seconds": attention + flops / self.rate,
+            "burst_seconds": burst,
             "kernel_calls": sum(calls.values()),
             "attention_tflops": sum(n * c.flops for c, n in calls.items()) / attention / 1e12,
         }

@@ -48,6 +48,14 @@ def seconds_of(
     return [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
 
 
+def warm_up(fn: Callable[[], Any], device: torch.device, seconds: float) -> None:
+    """``fn`` again and again for so long: a GPU that has just been idle runs at clocks that it cannot
+    hold at full power."""
+    until = now(device) + seconds
+    while now(device) < until:
+        fn()
+
+
 @dataclass
 class Case:
     """step: what is measured. clean: drops what a step leaves behind, between: all of it

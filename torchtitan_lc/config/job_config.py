@@ -491,7 +491,7 @@ class DryRun:
     0 if the job fits, 3 if not, 2 for a mistake in the config. Loads and saves no checkpoint."""
     steps: int = 2
     """Optimizer steps. Peaks are those of the last one, which has all of the optimizer's state: at
-    least 2."""
+    least 2. Of the first only the update runs on a CPU and under `kernel = "stand_in"`."""
     kernel: Literal["job", "stand_in"] = "job"
     """`job`: the attention kernel of the job; `stand_in`: one that allocates what flash kernels do and
     computes nothing, for rows whose step takes hours."""

@@ -49,6 +49,11 @@ class DryJob:
     def stands_in(self) -> bool:
         return isinstance(self.kernel.kernel, StandIn)
 
+    @property
+    def update_first(self) -> bool:
+        """Of the first step only the update runs: the next one has all state anyway."""
+        return self.stands_in or self.device.type != "cuda"
+
 
 def alone(config: JobConfig) -> JobConfig:
     """A copy for one process whose peers are not there: no check over ranks, each row one document, nothing
@@ -95,15 +100,15 @@ def make_dry_job(config: JobConfig, device_type: str) -> DryJob:
     ]
     if kernel is stand_in:
         notes.append("Attention is not computed: a stand-in allocates what flash kernels do.")
+    if kernel is stand_in or not on_gpu:
+        notes.append("Of the first step only the update runs.")
     if on_gpu:
         notes.append(
             f"Seconds are planned for {cluster.hardware.name} and measured on {device_name(device_type)}, "
             "without what peers take."
         )
     else:
-        notes.append(
-            "On a CPU tensors are counted, and of the first step only the update runs: no time."
-        )
+        notes.append("On a CPU tensors are counted: no time.")
     if fake:
         notes.append("Tensors are fake: the job's own operations, without memory or arithmetic.")
     if shared:

@@ -72,7 +72,7 @@ def measure(job: DryJob) -> Measured:
                 fill=None if mode is None else _filled_by(mode),
             )
             try:
-                if not on_gpu:
+                if job.update_first:
                     with mode or contextlib.nullcontext():
                         _update_alone(rank)
                 _steps(rank, job, memory, host, measured)
@@ -116,8 +116,8 @@ def _filled_by(mode: AbstractContextManager[Any]) -> Fill:
 
 
 def _update_alone(rank: Rank) -> None:
-    """The first step where tensors are counted: optimizer state is made, and DTensor works out the shapes of
-    whole parameters, once and for all, while nobody counts what it takes for that."""
+    """In place of the first step: optimizer state is made, and DTensor works out the shapes of whole
+    parameters, once and for all, while nobody counts what it takes for that."""
     parameters = list(rank.module.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -137,7 +137,7 @@ def _steps(rank: Rank, job: DryJob, memory: DeviceBytes, host: HostUse, measured
     host.peak = host.now
     watch = Watch(rank, memory, measured)
     with rank.metrics(0) as metrics:
-        for step in range(1 if job.device.type == "cuda" else 2, job.config.dry_run.steps + 1):
+        for step in range(2 if job.update_first else 1, job.config.dry_run.steps + 1):
             watch.begin(step)
             began = _now(job.device)
             rank.train_step(metrics)
