@@ -109,7 +109,9 @@ def run(
         blocks.append((result, attempt(result, build, device)))
     results: list[Record] = []
     for seq_len in args.seq_lens:
-        found = _at_length(args, setting, blocks, ceiling, seq_len, warm=not results)
+        found = _at_length(
+            args, setting, blocks, ceiling, seq_len, warm=not results and args.repeats > 0
+        )
         results += found
         if dist.get_rank() == 0:
             print("\n".join(map(json.dumps, found)), flush=True)
