@@ -39,7 +39,7 @@ from torchtitan_lc.config.resolve import accumulation_steps, resolve_degrees, re
 from torchtitan_lc.distributed.parallel_dims import Meshes, ParallelDims
 from torchtitan_lc.distributed.reduce import clip_gradients, max_over_ranks, sum_over_ranks
 from torchtitan_lc.distributed.setup import set_timeouts
-from torchtitan_lc.memory.activations import resolve
+from torchtitan_lc.memory.activations import releases_memory, resolve
 from torchtitan_lc.models.spec import Model, identity
 from torchtitan_lc.ops.loss import IGNORE_INDEX
 from torchtitan_lc.preflight import (
@@ -136,6 +136,7 @@ class Trainer:
             multiple=self.strategy.layout.multiple,
         )
         self.shape = attention_shape(config, args)
+        self.releases_memory = releases_memory(config, self._buffer_bytes(), device)
         self.strategy.check(self.shape)
         if config.attention.self_check and self.dims.cp > 1:
             self_check(
@@ -172,10 +173,7 @@ class Trainer:
     def _build_strategy(self, kernel: Kernel) -> StagedStrategy:
         """The config's, with "auto" decided by the size of a hidden-state buffer on this device."""
         config, device = self.config, self.device.type
-        attention = config.attention
-        tokens = Layout(self.dims.ulysses, self.dims.ring).tokens(config.training.seq_len)
-        itemsize = compute_dtype(config).itemsize
-        buffer = config.training.local_batch_size * tokens * self.job_model.args.dim * itemsize
+        attention, buffer = config.attention, self._buffer_bytes()
         return make_strategy(
             resolve_strategy(config),
             kernel,
@@ -187,6 +185,13 @@ class Trainer:
             sum_kv_gradients=resolve(attention.sum_kv_gradients, buffer, device),
             overlap_exchange=resolve(attention.overlap_exchange, buffer, device),
         )
+
+    def _buffer_bytes(self) -> int:
+        """Of one hidden-state buffer."""
+        training = self.config.training
+        tokens = Layout(self.dims.ulysses, self.dims.ring).tokens(training.seq_len)
+        itemsize = compute_dtype(self.config).itemsize
+        return training.local_batch_size * tokens * self.job_model.args.dim * itemsize
 
     def _build_model(self) -> nn.Module:
         """Build on the meta device, spread, then materialise and fill only this rank's shards."""
@@ -241,6 +246,8 @@ class Trainer:
     def train_step(self, metrics: MetricsProcessor) -> StepResult:
         """One optimizer step over the global batch."""
         batches, n_labels, n_labels_global = self._next_batches(metrics)
+        if self.releases_memory:
+            torch.cuda.empty_cache()
 
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         while batches:

@@ -323,8 +323,8 @@ class _Backward:
                 self._fetch_next()
             self._kernel(stage)
             self._let_go_of_inputs(stage)
-            if not self.kept.early:
-                self._fetch_next()
+            if not self.kept.early and self.taken < len(stages):
+                self._fetch(self.taken)
             self._send_back(stage)
             if not s.overlaps:
                 self._finish(stage)
@@ -336,6 +336,7 @@ class _Backward:
             back = index
         if back is not None:
             self._finish(stages[back])
+        self._fetch_ahead()
         if s.hold_normed_input:
             ledger.free("normed input")
         ledger.moment(projection_tile=s.tiles.norm_backward)
@@ -348,10 +349,14 @@ class _Backward:
             self.ledger.take("attention output", self.s.outputs(index))
 
     def _fetch_next(self) -> None:
-        """Outputs.before_kernel and after_kernel (ops/recompute.py)."""
+        """Outputs.before_kernel (ops/recompute.py), where it fetches early."""
         if self.taken < len(self.stages):
             self._fetch(self.taken)
-        elif "ahead" not in self.ledger.now:
+        else:
+            self._fetch_ahead()
+
+    def _fetch_ahead(self) -> None:
+        if "ahead" not in self.ledger.now:
             self.ledger.take("ahead", self.kept.ahead)
 
     def _project_inputs(self, index: int) -> None:

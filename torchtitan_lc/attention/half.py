@@ -118,7 +118,7 @@ class AttentionHalf(TiledProjections):
             }
             for arrival in stage.releases:
                 del held[arrival]
-            outputs.after_kernel()  # what the kernel read is free: there is room for the next
+            outputs.after_kernel()
             back.append(self._send_back(stage, dqs, dkvs, dx))
             while len(back) > (1 if self.overlap else 0):
                 back.pop(0)()
@@ -126,6 +126,7 @@ class AttentionHalf(TiledProjections):
                 ahead = self._backward_inputs_of(index + 1, dh1, outputs)
         while back:
             back.pop(0)()
+        outputs.after_stages()
         self.x = None
         dh = self.norm_backward(dh1, dx)
         return dh, [grad for bound in bounds for grad in bound.results()]

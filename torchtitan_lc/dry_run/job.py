@@ -185,6 +185,7 @@ def _decide(config: JobConfig, job: Job) -> None:
     config.attention.hold_normed_input = job.hold_normed_input
     config.attention.sum_kv_gradients = job.sum_kv_gradients
     config.attention.overlap_exchange = job.overlap_exchange
+    config.training.release_cached_memory = job.release_cached
     offload = config.activation_offload
     if offload.enable:
         offload.early_fetch = job.early_fetch

@@ -40,6 +40,8 @@ class CudaBytes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reserved = 0
+        torch.cuda.empty_cache()  # of an earlier run in this process
+        torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def now(self) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.distributed.reduce import max_over_ranks
@@ -28,6 +29,7 @@ from torchtitan_lc.memory.placement import (
     host_state,
     is_roomy,
     place_layers,
+    releases_cached,
 )
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.hardware import device_memory
@@ -41,10 +43,11 @@ class CheckpointedBlock(Protocol):
 @dataclass(frozen=True)
 class Blocks:
     """segments: for each block, what runs the segment that begins with it; None where every block keeps its
-    own input, and inside a segment. after_last: to be called when the last block has run forward."""
+    own input, and inside a segment. after_last: to be called with the hidden state when the last block has
+    run forward."""
 
     segments: list[Run | None]
-    after_last: Callable[[], None]
+    after_last: Callable[[Tensor], None]
 
 
 def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
@@ -52,6 +55,13 @@ def resolve(value: bool | str, buffer_bytes: int, device_type: str) -> bool:
     if isinstance(value, bool):
         return value
     return is_roomy(buffer_bytes, _least(device_memory(device_type)))
+
+
+def releases_memory(config: JobConfig, buffer_bytes: int, device: torch.device) -> bool:
+    """Whether this rank gives back what torch's allocator does not use (training.release_cached_memory)."""
+    if device.type != "cuda":
+        return False
+    return releases_cached(config, buffer_bytes, _least(device_memory(device.type)))
 
 
 def set_up_blocks(
@@ -89,11 +99,15 @@ def set_up_blocks(
         alone = ac.mode == "none" or ac.block_inputs_every == 1
         starts = placement.keeps_input and not alone
         segments.append(checkpoint_segment(*_segment_store(offload, placement)) if starts else None)
-    return Blocks(segments, _nothing if offload is None else offload.settle)
+    release = releases_memory(config, sizes.input, device)
 
+    def after_last(h: Tensor) -> None:
+        if offload is not None:
+            offload.settle()
+        if release and h.requires_grad:
+            h.register_hook(lambda _: torch.cuda.empty_cache())  # when the head's backward is done
 
-def _nothing() -> None:
-    pass
+    return Blocks(segments, after_last)
 
 
 def _block_store(

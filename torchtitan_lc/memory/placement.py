@@ -107,3 +107,9 @@ def is_roomy(buffer_bytes: int, device_bytes: int) -> bool:
     """Whether the "auto" of a key that spends a hidden-state buffer to save time spends it: where one
     is at most a 64th of the device's memory."""
     return 64 * buffer_bytes <= device_bytes
+
+
+def releases_cached(config: JobConfig, buffer_bytes: int, device_bytes: int) -> bool:
+    """training.release_cached_memory, where "auto" is the opposite: what it costs is least in long steps."""
+    value = config.training.release_cached_memory
+    return value if isinstance(value, bool) else not is_roomy(buffer_bytes, device_bytes)

@@ -131,12 +131,22 @@ class Outputs:
 
     def before_kernel(self) -> None:
         """Backward is about to run a kernel."""
-        if self._store.early:
-            self._fetch_next()
+        if not self._store.early:
+            return
+        if self._stages:
+            self._fetch_stage()
+        else:
+            self._store.fetch_ahead()
 
     def after_kernel(self) -> None:
+        """What the kernel read is free: there is room for the next stage's."""
+        if self._stages and not self._store.early:
+            self._fetch_stage()
+
+    def after_stages(self) -> None:
+        """Every buffer of the stages is free, side by side: there is room for a whole block input."""
         if not self._store.early:
-            self._fetch_next()
+            self._store.fetch_ahead()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Of the first stage that has not been taken."""
@@ -147,12 +157,9 @@ class Outputs:
         """out, lse, out, lse, ..."""
         return [x.get() for pair in self._stages for x in pair]
 
-    def _fetch_next(self) -> None:
-        if self._stages:
-            for stored in self._stages[0]:
-                stored.fetch()
-        else:
-            self._store.fetch_ahead()
+    def _fetch_stage(self) -> None:
+        for stored in self._stages[0]:
+            stored.fetch()
 
 
 class Slot:

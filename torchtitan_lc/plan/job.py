@@ -21,6 +21,7 @@ from torchtitan_lc.memory.placement import (
     host_state,
     is_roomy,
     place_layers,
+    releases_cached,
 )
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.spec import get_args, get_model, import_custom
@@ -80,6 +81,7 @@ class Job:
     sum_kv_gradients: bool
     overlap_exchange: bool
     early_fetch: bool
+    release_cached: bool
     host_budget: int
 
     @property
@@ -173,7 +175,8 @@ def _make_job(config: JobConfig, model: PlannedModel, cluster: Cluster) -> Job:
         every=ac.block_inputs_every,
         host_bytes=host,
     )
-    roomy = is_roomy(hidden, int(cluster.hardware.memory_gib * 2**30))
+    memory = int(cluster.hardware.memory_gib * 2**30)
+    roomy = is_roomy(hidden, memory)
 
     def decided(value: bool | str) -> bool:
         return roomy if value == "auto" else bool(value)
@@ -200,6 +203,7 @@ def _make_job(config: JobConfig, model: PlannedModel, cluster: Cluster) -> Job:
         sum_kv_gradients=decided(config.attention.sum_kv_gradients),
         overlap_exchange=ulysses > 1 and decided(config.attention.overlap_exchange),
         early_fetch=offload.enable and decided(offload.early_fetch),
+        release_cached=releases_cached(config, hidden, memory),
         host_budget=host,
     )
 

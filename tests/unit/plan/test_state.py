@@ -35,7 +35,9 @@ class Storages(TorchDispatchMode):
         self._seen: dict[int, Any] = {}
 
     def now(self) -> int:
-        return sum(s.nbytes() for ref in self._seen.values() if (s := ref()) is not None)
+        alive = {key: (ref, s) for key, ref in self._seen.items() if (s := ref()) is not None}
+        self._seen = {key: ref for key, (ref, _) in alive.items()}
+        return sum(s.nbytes() for _, s in alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):

@@ -191,7 +191,7 @@ class Decoder(nn.Module):
         self.head = Head(args, self.functions, self.execution)
         # By block: what runs the blocks that are checkpointed together, where they begin.
         self.segments: list[Run | None] = [None] * args.n_layers
-        self.after_last_block: Callable[[], None] = lambda: None
+        self.after_last_block: Callable[[Tensor], None] = lambda h: None
 
     def forward(
         self,
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
                 continue
             for block in self.blocks[start:stop]:  # here, where nothing else holds the first h
                 h = block(h, cos_sin, documents)
-        self.after_last_block()
+        self.after_last_block(h)
         return self.head(h, labels, tied)
 
     def _run_blocks(
