@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench_plan import figure, gib
 from benchmarks.record import RESULTS, Record, read
 
 K, M = 1 << 10, 1 << 20
@@ -106,18 +107,31 @@ def tokens_per_second(seq_len: int) -> Rule:
     return rule
 
 
+def _dry_runs(record: Record) -> Iterator[tuple[Record, float]]:
+    """Steps of the whole model as rank 0 of 8, and the GiB that they reserved."""
+    for case in _cases(record, "bench_plan", world=8, model="llama3 8B"):
+        size = gib(case, "peak reserved")
+        if size is not None:
+            yield case, size
+
+
 def reserved(seq_len: int) -> Rule:
+    """With weights, gradients and Adam's moments on the GPU."""
+
     def rule(record: Record) -> float | None:
-        cases = _rank8(record, seq_len=seq_len, layers=None)
-        return min((c["reserved_gib"] for c in cases if "reserved_gib" in c), default=None)
+        found = [
+            size
+            for case, size in _dry_runs(record)
+            if case["seq_len"] == seq_len and figure(case, "Adam moments")
+        ]
+        return min(found, default=None)
 
     return rule
 
 
 def longest(record: Record) -> float | None:
     """The longest row, in Mi tokens, of which a rank of 8 reserved no more than an 80 GB GPU has."""
-    cases = _rank8(record, layers=None)
-    fits = [c["seq_len"] / M for c in cases if c.get("reserved_gib", GPU_GIB + 1) <= GPU_GIB]
+    fits = [case["seq_len"] / M for case, size in _dry_runs(record) if size <= GPU_GIB]
     return max(fits, default=None)
 
 

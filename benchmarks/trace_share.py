@@ -14,6 +14,7 @@ the first of these that is running:
 
 The last four are what kernels do not explain: `unhidden` (exchange + copies + other + idle).
 The picture (NAME.png) shows a layer in the middle, forward and backward, a row for each stream.
+The record names the trace's GPU; where it was made at another commit than this one, set BENCH_COMMIT.
 Traces: bench_block.py --trace, or profiling.enable_profiling of a job.
 """
 
@@ -26,6 +27,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.record import RESULTS, Record, environment, markdown, tokens, write
 from torchtitan_lc.config.token_count import parse_token_count
@@ -68,11 +70,8 @@ def kind_of(category: str, name: str) -> str:
 
 def events_of(trace: Path) -> list[Event]:
     """Device events in order of time. Raises ValueError where there is none."""
-    written = trace.read_bytes()
-    text = gzip.decompress(written) if trace.suffix == ".gz" else written
-    listed = json.loads(text)["traceEvents"]
     found = []
-    for event in listed:
+    for event in _read(trace)["traceEvents"]:
         category = str(event.get("cat", "")).lower()
         if event.get("ph") != "X" or category not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
@@ -82,6 +81,19 @@ def events_of(trace: Path) -> list[Event]:
     if not found:
         raise ValueError(f"{trace.name} has no event of a GPU")
     return sorted(found, key=lambda event: event.start)
+
+
+def device_of(trace: Path) -> Record:
+    """The GPU that the trace is of, by its name, and how many there were; not that of this machine."""
+    gpus = _read(trace).get("deviceProperties", [])
+    if not gpus:
+        raise ValueError(f"{trace.name} does not say which GPU it is of")
+    return {"device": gpus[0]["name"], "devices": len(gpus)}
+
+
+def _read(trace: Path) -> Any:
+    written = trace.read_bytes()
+    return json.loads(gzip.decompress(written) if trace.suffix == ".gz" else written)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -188,7 +200,9 @@ def main() -> None:
     ]
     wall = max(e.stop for e in events) - min(e.start for e in events)
     facts = {"trace": args.trace.name, "seq_len": args.seq_len, "layers": args.layers}
-    result = {**environment("trace_share"), **facts, "wall_s": wall / 1e6, "shares": found}
+    here = environment("trace_share")
+    del here["versions"], here["allocator"]  # of this machine, which may be another one
+    result = {**here, **device_of(args.trace), **facts, "wall_s": wall / 1e6, "shares": found}
     write(args.name, result, args.out, table([result]))
     draw(events, windows, args.out / f"{args.name}.png")
     print(table([result]))

@@ -30,6 +30,13 @@ def _two_ranks(folder: Path, cases: list[dict[str, Any]], **fields: Any) -> None
     _write(folder, fields.pop("name", "block"), "bench_block", **{**shared, **fields})
 
 
+def _dry_run(mi_tokens: int, reserved_gib: float, moments: float = 1.0) -> dict[str, Any]:
+    figures = {"peak reserved": reserved_gib * 2**30, "Adam moments": moments * 2**30}
+    measured = {name: {"measured": value} for name, value in figures.items()}
+    labels = {"model": "llama3 8B", "world": 8, "seq_len": mi_tokens << 20}
+    return {**labels, "figures": measured}
+
+
 def test_without_results_there_is_no_figure(tmp_path: Path) -> None:
     assert summarise(tmp_path) == {}
 
@@ -92,14 +99,14 @@ def test_every_figure_can_be_given(tmp_path: Path) -> None:
     speeds = [{**whole, "kernel": "job", "seq_len": n * k} for n in (128, 256, 512)]
     cut: dict[str, Any] = {"layers": 32, "extrapolated_from": [2, 4]}
     speeds += [{**whole, "kernel": "job", "seq_len": m, **cut}]
-    memory = [
-        {**whole, "kernel": "stand-in", "seq_len": n * m, "reserved_gib": 7.5 * n}
-        for n in (5, 8, 10, 12)
-    ]
-    _write(tmp_path, "rank8", "bench_rank8", ranks=8, config=config, cases=speeds + memory)
+    _write(tmp_path, "rank8", "bench_rank8", ranks=8, config=config, cases=speeds)
+    memory = [_dry_run(n, 7.5 * n) for n in (5, 8, 10, 12)]
+    memory += [_dry_run(5, 30.0, moments=0), {**_dry_run(11, 70.0), "error": "out of memory"}]
+    _write(tmp_path, "plan", "bench_plan", cases=memory)
     _write(tmp_path, "trace", "trace_share", seq_len=128 * k, shares={"unhidden": 0.07})
     found = summarise(tmp_path)
     assert list(found) == list(RULES)
     assert found["memory.rank8_8b_8Mi_reserved_gib"]["value"] == 60
+    assert found["memory.rank8_8b_5Mi_reserved_gib"]["value"] == 37.5, "with Adam's moments"
     assert found["memory.longest_8b_8x80gb_Mi"]["value"] == 10, "12 would take 90 GiB"
     assert found["memory.upipe_selective_5Mi_peak_B"]["value"] == 5.5

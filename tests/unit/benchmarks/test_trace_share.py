@@ -100,11 +100,13 @@ def test_a_trace_becomes_a_record_and_a_picture(
     listed = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     listed.append(_event("kernel", "FlashAttentionBackwardSm90", 7, 110, 20))
     plain = tmp_path / "rank0_trace.json"
-    plain.write_text(json.dumps({"traceEvents": listed}))
+    gpus = [{"id": i, "name": "NVIDIA H200"} for i in range(2)]
+    plain.write_text(json.dumps({"deviceProperties": gpus, "traceEvents": listed}))
     words = ["--name", "t", "--trace", str(plain), "--seq_len", "128K", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["trace_share", *words])
     trace_share.main()
     record = json.loads((tmp_path / "t.json").read_text())
+    assert (record["device"], record["devices"]) == ("NVIDIA H200", 2)
     assert record["seq_len"] == 131072 and record["trace"] == "rank0_trace.json"
     parts = ("other", "exchange", "copies", "idle")
     assert record["shares"]["unhidden"] == pytest.approx(sum(record["shares"][p] for p in parts))
@@ -116,3 +118,8 @@ def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": TRACE[:1]}))
     with pytest.raises(ValueError, match="cpu.json has no event of a GPU"):
         events_of(path)
+
+
+def test_a_trace_that_does_not_name_its_gpu_is_refused(trace: Path) -> None:
+    with pytest.raises(ValueError, match="does not say which GPU"):
+        trace_share.device_of(trace)
