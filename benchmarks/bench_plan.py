@@ -6,7 +6,8 @@
 A case is a name and, in one word, a config file and flags of its own; arguments that this script does not know
 go to all. Each is a `--dry_run` (docs/dry-run.md), with the memory limit of its hardware: bytes are the
 allocator's, without NCCL's and the driver's, and host bytes what the job would need even where layers
-shared their buffers. Where a machine has not the GPU that is planned for, seconds say nothing of the plan.
+shared their buffers. Seconds are in the record; where the GPU is another than the planned one, or the kernel
+a stand-in, they say nothing of the plan.
 The record is written after every case.
 """
 
@@ -16,7 +17,7 @@ import argparse
 import json
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,21 @@ def host_gib(case: Record) -> float:
 
 def table(results: Sequence[Record]) -> str:
     headers = ["case", "length", "allocated, GiB", "planned", "off by", "reserved", "of allocated"]
-    headers += ["host of a rank", "planned", "fits", "s", "planned"]
-    rows = []
+    return markdown([*headers, "host of a rank", "planned", "fits"], list(_rows(results)))
+
+
+def peaks_table(results: Sequence[Record]) -> str:
+    """Without what the allocator held beside tensors."""
+    headers = ["case", "length", "allocated, GiB", "planned", "off by"]
+    return markdown(headers, [row[: len(headers)] for row in _rows(results)])
+
+
+def _rows(results: Sequence[Record]) -> Iterator[list[str]]:
     for case in (case for result in results for case in result["cases"]):
         row = [case["case"], tokens(case["seq_len"]) if "seq_len" in case else ""]
         if "error" in case:
             where = f" in {case['at']}" if "at" in case else ""
-            rows.append([*row, f"{case['error']}{where}", *[""] * (len(headers) - 3)])
+            yield [*row, f"{case['error']}{where}", *[""] * 7]
             continue
         allocated, reserved = gib(case, "peak allocated"), gib(case, "peak reserved")
         off = case["figures"]["peak allocated"]["plan_off_by_percent"]
@@ -84,9 +93,7 @@ def table(results: Sequence[Record]) -> str:
         row += [number(reserved), number(reserved / allocated, 3) if reserved and allocated else ""]
         planned = [gib(case, name, "planned") for name in case["figures"] if "host: " in name]
         row += [number(host_gib(case), 1), number(sum(filter(None, planned)), 1)]
-        row += ["yes" if case["fits"] else "no"]
-        rows.append([*row, *(number(figure(case, "step", w)) for w in ("measured", "planned"))])
-    return markdown(headers, rows)
+        yield [*row, "yes" if case["fits"] else "no"]
 
 
 def main() -> None:

@@ -2,8 +2,6 @@
 
     python -m benchmarks.bench_rank8 --name rank8_8b --config llama8b_1m.toml --seq_lens 128K 256K 512K \
         --exchange_gbps benchmarks/results/exchange_2xh200.json [--section.key value ...]
-    python -m benchmarks.bench_rank8 --name rank8_8b_5m --config llama8b_1m.toml --seq_lens 5M 8M 10M \
-        --kernel stand-in --debug.share_offload_buffers --repeats 1
 
 Config, data, FSDP2, checkpointing, offload, optimizer are those of the job; arguments that it does not
 know go to it. What differs: each row is one document, the self-check is off, nothing is saved, and
@@ -11,10 +9,9 @@ peers take no time and answer with copies of what this rank sent. So time is tha
 traffic; the bytes that would have left it are counted, and with --exchange_gbps (a number, or a result of
 exchange.py) given as seconds, and as tokens/s if not one of them were hidden.
 
---kernel stand-in allocates what a flash kernel does and computes nothing, for memory at lengths whose
-step takes hours. --layers 2 4: the model cut to so many layers; from the two largest cuts, time of the
-whole is extrapolated, and said to be. With --debug.share_offload_buffers a host smaller than the job's will
-do; what the job would need is counted all the same.
+--layers 2 4: the model cut to so many layers; from the two largest cuts, time of the whole is extrapolated, and
+said to be. Memory at lengths whose step takes hours: bench_plan.py. With --debug.share_offload_buffers a host
+smaller than the job's will do; what the job would need is counted all the same.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ from benchmarks.record import (
 )
 from benchmarks.shapes import join
 from benchmarks.timing import GIB, now, release
-from torchtitan_lc.attention.kernels.stand_in import StandIn
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
 from torchtitan_lc.config.token_count import parse_token_count
@@ -75,8 +71,6 @@ def run_job(config: JobConfig, args: argparse.Namespace, device: torch.device) -
     host, traffic = HostUse(), Traffic()
     with host.counting():
         trainer = Trainer(config, device)
-        if args.kernel == "stand-in":
-            trainer.strategy.use_kernel(StandIn())
         seconds = []
         try:
             with trainer.metrics(0) as metrics:
@@ -117,7 +111,7 @@ def run(
     for seq_len in args.seq_lens:
         cuts: dict[int, list[float]] = {}
         for layers in args.layers:
-            case: Record = {"seq_len": seq_len, "layers": layers, "kernel": args.kernel}
+            case: Record = {"seq_len": seq_len, "layers": layers}
             release(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -138,7 +132,7 @@ def run(
         whole = extrapolated(cuts, args.whole_layers)
         if whole is not None:
             tps = seq_len / args.ranks / whole
-            line = {"seq_len": seq_len, "layers": args.whole_layers, "kernel": args.kernel}
+            line = {"seq_len": seq_len, "layers": args.whole_layers}
             cases.append({**line, "extrapolated_from": sorted(cuts)[-2:], "tps": spread([tps])})
     return cases, config_text
 
@@ -154,9 +148,8 @@ def table(results: Sequence[Record]) -> str:
         if "error" in case:
             rows.append([*row, case["error"], *[""] * (len(headers) - 3)])
             continue
-        timed = case["kernel"] != "stand-in"
         times = [(case.get("seconds"), 2), (case["tps"], 0), (case.get("tps_no_traffic_hidden"), 0)]
-        row += [shown(value, digits) if timed else "" for value, digits in times]
+        row += [shown(value, digits) for value, digits in times]
         rows.append(
             [*row, *(number(case.get(f"{k}_gib"), 1) for k in ("allocated", "reserved", "host"))]
         )
@@ -174,7 +167,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int, nargs="+", default=[None])
     parser.add_argument("--whole_layers", type=int, default=32, help="for --layers with two cuts")
-    parser.add_argument("--kernel", default="job", choices=["job", "stand-in"])
     parser.add_argument("--exchange_gbps", type=exchange_gbps)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
@@ -182,7 +174,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     device = join(args.ranks, device_type())
     cases, config_text = run(args, flags, device)
-    keys = ("ranks", "kernel", "exchange_gbps", "warmup", "repeats")
+    keys = ("ranks", "exchange_gbps", "warmup", "repeats")
     result = {
         **environment("bench_rank8"),
         **{key: getattr(args, key) for key in keys},

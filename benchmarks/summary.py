@@ -100,7 +100,7 @@ def tokens_per_second(seq_len: int) -> Rule:
     """Of a rank of 8, all layers (or extrapolated to all), its peers' traffic left out."""
 
     def rule(record: Record) -> float | None:
-        cases = list(_rank8(record, seq_len=seq_len, kernel="job"))
+        cases = list(_rank8(record, seq_len=seq_len))
         whole = [c for c in cases if c["layers"] is None or "extrapolated_from" in c]
         return whole[-1]["tps"]["median"] if whole else None
 

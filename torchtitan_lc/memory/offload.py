@@ -1,7 +1,7 @@
 """Activations in host memory from forward to backward: block inputs, and attention's (out, lse).
 
     forward    block i     copy h to the host while the block runs; out of each stage as it is made
-    backward   block i+1   ... last kernel | h of block i comes back while its gradients are projected
+    backward   block i+1   ... last stage | h of block i comes back while the norm goes backward
                block i     out of each stage comes back after the kernel of the stage before
 
 Copies run on two streams of their own, one for each direction, and nothing waits on the host. Order is

@@ -96,9 +96,9 @@ def test_every_figure_can_be_given(tmp_path: Path) -> None:
     _two_ranks(tmp_path, peaks, name="peak", ranks=8, peers="one process as rank 0, fake group")
     config = 'name = "llama3"\nflavor = "8B"\n'
     whole: dict[str, Any] = {"layers": None, "tps": _spread(3000.0)}
-    speeds = [{**whole, "kernel": "job", "seq_len": n * k} for n in (128, 256, 512)]
+    speeds = [{**whole, "seq_len": n * k} for n in (128, 256, 512)]
     cut: dict[str, Any] = {"layers": 32, "extrapolated_from": [2, 4]}
-    speeds += [{**whole, "kernel": "job", "seq_len": m, **cut}]
+    speeds += [{**whole, "seq_len": m, **cut}]
     _write(tmp_path, "rank8", "bench_rank8", ranks=8, config=config, cases=speeds)
     memory = [_dry_run(n, 7.5 * n) for n in (5, 8, 10, 12)]
     memory += [_dry_run(5, 30.0, moments=0), {**_dry_run(11, 70.0), "error": "out of memory"}]
