@@ -169,7 +169,7 @@ def measured() -> dict[str, dict[str, int]]:
     results = context.Queue()
     worker = context.Process(target=_steps, args=(CASES, results))
     worker.start()
-    got: dict[str, dict[str, int]] = results.get(timeout=120)
+    got: dict[str, dict[str, int]] = results.get(timeout=400)
     worker.join()
     return got
 
