@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lc.config.job_config import JobConfig
-from torchtitan_lc.models import llama3
 from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.decoder.parallelize import parallelize
+from torchtitan_lc.models.decoder.settings import adjust
 from torchtitan_lc.models.spec import ModelSpec, register_model
 from torchtitan_lc.ops.loss import IGNORE_INDEX
 
@@ -31,7 +31,7 @@ FLAVORS = {
 
 def register_tiny() -> None:
     """Register the model "tiny" in this process (each worker process does it once)."""
-    register_model(ModelSpec("tiny", FLAVORS, Decoder, parallelize, llama3.adjust))
+    register_model(ModelSpec("tiny", FLAVORS, Decoder, parallelize, adjust))
 
 
 def tiny_config(settings: dict[str, Any] | None = None) -> JobConfig:

@@ -13,10 +13,10 @@ from tests.helpers import run_distributed
 from tests.reference import reference_step
 from tests.tiny import FLAVORS, masked_rows
 from tests.unit.ops.test_linear import E4M3, E5M2, both
-from torchtitan_lc.models import llama3
 from torchtitan_lc.models.decoder.float8 import float8_problems
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.decoder.parallelize import parallelize
+from torchtitan_lc.models.decoder.settings import adjust
 from torchtitan_lc.models.spec import ModelSpec, register_model
 
 # Four query heads a rank in stages of one, heads of 16.
@@ -40,9 +40,7 @@ def _settings(tmp: str, **more: Any) -> dict[str, Any]:
 
 def _register() -> None:
     register_model(
-        ModelSpec(
-            "sixteen", {"gqa": ARGS}, Decoder, parallelize, llama3.adjust, float8=float8_problems
-        )
+        ModelSpec("sixteen", {"gqa": ARGS}, Decoder, parallelize, adjust, float8=float8_problems)
     )
 
 

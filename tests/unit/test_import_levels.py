@@ -30,7 +30,7 @@ TOP_LEVELS = {
     "launch": 6,
 }
 # What else a model's folder holds describes the model on one device.
-MODEL_LEVELS = {"parallelize": 4, "__init__": 4}
+MODEL_LEVELS = {"parallelize": 4, "registration": 4, "__init__": 4}
 SINGLE_DEVICE_MODEL_LEVEL = 3
 
 # What the heart is given are tensors, numbers and process groups; config loads on a laptop.

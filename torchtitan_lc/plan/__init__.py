@@ -6,6 +6,6 @@
         -> moments.py                  what is alive together
     planner.py                         the plan; report.py says it; changes.py proposes; search.py tries all
 
-Nothing here knows what a buffer costs: attention/buffers.py, memory/placement.py and the model's own
+Nothing here knows what a buffer costs: attention/buffers/, memory/placement.py and the model's own
 functions, run on the meta device (tiles.py), say that.
 """

@@ -1,4 +1,4 @@
-"""What the activations of a step hold, moment by moment: the numbers of attention/buffers.py and of the
+"""What the activations of a step hold, moment by moment: the numbers of attention/buffers/ and of the
 model's own tiles (tiles.py), put together as a block, checkpointing and offload run them.
 
     forward of a layer     h | attention half -> h1 | MLP half -> the next h

@@ -59,7 +59,7 @@ class TileShape:
 
 @dataclass(frozen=True)
 class ProjectionCosts:
-    """Of one tile, for the heads of one stage (output: of all stages); each as half.py calls it."""
+    """Of one tile, for the heads of one stage (output: of all stages); each as projecting.py calls it."""
 
     query: Cost
     key_value: Cost
@@ -71,7 +71,7 @@ class ProjectionCosts:
     norm_backward: Cost
 
     def tiles(self) -> Tiles:
-        """The bytes of each, as attention/buffers.py takes them."""
+        """The bytes of each, as attention/buffers/ takes them."""
         return Tiles(**{f.name: getattr(self, f.name).peak for f in fields(self)})
 
 
@@ -83,85 +83,114 @@ def projection_costs(
     places_width: int,
 ) -> ProjectionCosts:
     """For the widest stage of ``plan``. places_width: numbers that rope gives the projections per token."""
-    p, d = projections, projections.head_dim
-    places = shape.places(places_width)
-    q = max((stage.all_q_heads for stage in plan.stages), key=len)
-    received = max((stage.all_kv_heads for stage in plan.stages), key=len)
-    kv = tuple(sorted(set(received)))
-    h = shape.hidden()
+    return _ProjectedTile(projections, plan, shape, holds_normed_input, places_width).costs()
 
-    def cut(part: Projection, heads: Heads, n_heads: int) -> list[Tensor]:
+
+class _ProjectedTile:
+    """One tile's activations and weights, and the calls of projecting.py on them."""
+
+    def __init__(
+        self,
+        projections: Projections,
+        plan: HeadPlan,
+        shape: TileShape,
+        holds_normed_input: bool,
+        places_width: int,
+    ) -> None:
+        self.p, self.shape, self.holds_normed_input = projections, shape, holds_normed_input
+        self.h, self.places = shape.hidden(), shape.places(places_width)
+        self.q_heads = max((stage.all_q_heads for stage in plan.stages), key=len)
+        self.received = max((stage.all_kv_heads for stage in plan.stages), key=len)
+        self.kv_heads = tuple(sorted(set(self.received)))
+        self.norm_weights = self._cut(self.p.norm, (), 1)
+
+    def costs(self) -> ProjectionCosts:
+        p, shape = self.p, self.shape
+        query = self._cut(p.query, self.q_heads, p.n_heads)
+        key_value = self._cut(p.key_value, self.kv_heads, p.n_kv_heads)
+        output = self._cut(p.output, self.q_heads, p.n_heads)
+        all_output = self._cut(p.output, tuple(range(p.n_heads)), p.n_heads)
+        return ProjectionCosts(
+            query=self._project(p.query, query),
+            key_value=self._project(p.key_value, key_value),
+            output=_cost(lambda: self._add_outputs(all_output), shape.repeats),
+            output_backward=self._backward(p.output, self._outputs, output),
+            query_backward=self._backward(p.query, self._inputs, query),
+            key_value_backward=self._backward(p.key_value, self._inputs, key_value),
+            norm=_cost(lambda: p.norm.fn(self.h, *self.norm_weights), shape.repeats),
+            norm_backward=_cost(self._norm_backward, shape.repeats),
+        )
+
+    # -- weights and inputs
+
+    def _cut(self, part: Projection, heads: Heads, n_heads: int) -> list[Tensor]:
         """New tensors of the size of the weights of ``heads``."""
         found = []
         for weight in part.weights:
             size = list(weight.tensor.shape)
             if weight.head_axis is not None:
                 size[weight.head_axis] = size[weight.head_axis] // n_heads * len(heads)
-            found.append(h.new_empty(size))
+            found.append(self.h.new_empty(size))
         return found
 
-    norm_weights = cut(p.norm, (), 1)
-    query, key_value = cut(p.query, q, p.n_heads), cut(p.key_value, kv, p.n_kv_heads)
-    output = cut(p.output, q, p.n_heads)
-    all_output = cut(p.output, tuple(range(p.n_heads)), p.n_heads)
+    def _normed(self) -> Any:
+        return self.h if self.holds_normed_input else self.p.norm.fn(self.h, *self.norm_weights)
 
-    def normed() -> Any:
-        return h if holds_normed_input else p.norm.fn(h, *norm_weights)
+    def _inputs(self) -> list[Tensor]:
+        return [leaf(self._normed()), self.places]
 
-    def replicated(tiles: Any) -> list[Tensor]:
-        """A KV head for each rank that needs it, as half.py's _replicate makes them."""
-        many = isinstance(tiles, tuple) and len(received) != len(kv)
-        return [torch.cat([t] * -(-len(received) // len(kv)), dim=2) for t in tiles] if many else []
+    def _outputs(self) -> list[Tensor]:
+        return [leaf(self.shape.heads(len(self.q_heads), self.p.head_dim))]
 
-    def project(fn: Callable[..., Any], weights: list[Tensor]) -> Cost:
+    # -- forward
+
+    def _project(self, part: Projection, weights: list[Tensor]) -> Cost:
         def body() -> Any:
-            x = normed()
-            tiles = fn(x, places, *weights)
-            return x, tiles, replicated(tiles)
+            x = self._normed()
+            tiles = part.fn(x, self.places, *weights)
+            return x, tiles, self._replicated(tiles)
 
-        return _cost(body, shape.repeats)
+        return _cost(body, self.shape.repeats)
 
-    def project_output() -> Any:
-        joined = torch.cat([shape.heads(1, d)] * p.n_heads, dim=2)
-        y: Any = p.output.fn(joined, *all_output)
+    def _replicated(self, tiles: Any) -> list[Tensor]:
+        """A KV head for each rank that needs it, as _replicate (projecting.py) makes them."""
+        received, different = len(self.received), len(self.kv_heads)
+        many = isinstance(tiles, tuple) and received != different
+        return [torch.cat([t] * -(-received // different), dim=2) for t in tiles] if many else []
+
+    def _add_outputs(self, weights: list[Tensor]) -> Any:
+        p = self.p
+        joined = torch.cat([self.shape.heads(1, p.head_dim)] * p.n_heads, dim=2)
+        y: Any = p.output.fn(joined, *weights)
         del joined
-        return y, torch.add(h, y, out=y)
+        return y, torch.add(self.h, y, out=y)
 
-    def backward(
-        fn: Callable[..., Any], inputs: Callable[[], list[Tensor]], weights: list[Tensor]
+    # -- backward
+
+    def _backward(
+        self, part: Projection, inputs: Callable[[], list[Tensor]], weights: list[Tensor]
     ) -> Cost:
         """vjp of a tile, and the sums of its weights' gradients."""
         leaves = [leaf(w) for w in weights]
         sums = [GradSum(w) for w in leaves]
         with Meter():
-            like = fn(*inputs(), *leaves)
+            like = part.fn(*inputs(), *leaves)
         whole = [torch.empty_like(y) for y in (like if isinstance(like, tuple) else [like])]
 
         with Meter() as meter:
-            for _ in range(
-                shape.repeats
-            ):  # a tile's tensors give way one by one to those of the next
+            # A tile's tensors give way one by one to those of the next.
+            for _ in range(self.shape.repeats):
                 of_tile = inputs()
                 # Of the output it is a view of the block's; of other projections it is read head by head.
-                given = whole if fn is p.output.fn else [torch.empty_like(y) for y in whole]
-                found = vjp(fn, [*of_tile, *leaves], given)
+                is_view = part is self.p.output
+                given = whole if is_view else [torch.empty_like(y) for y in whole]
+                found = vjp(part.fn, [*of_tile, *leaves], given)
                 for total, grad in zip(sums, found[len(of_tile) :], strict=True):
                     total.add(grad)
-            return _of_a_tile(meter.cost, shape)
+            return _of_a_tile(meter.cost, self.shape)
 
-    def norm_backward() -> Any:
-        return vjp(p.norm.fn, [leaf(h), *map(leaf, norm_weights)], [h])
-
-    return ProjectionCosts(
-        query=project(p.query.fn, query),
-        key_value=project(p.key_value.fn, key_value),
-        output=_cost(project_output, shape.repeats),
-        output_backward=backward(p.output.fn, lambda: [leaf(shape.heads(len(q), d))], output),
-        query_backward=backward(p.query.fn, lambda: [leaf(normed()), places], query),
-        key_value_backward=backward(p.key_value.fn, lambda: [leaf(normed()), places], key_value),
-        norm=_cost(lambda: p.norm.fn(h, *norm_weights), shape.repeats),
-        norm_backward=_cost(norm_backward, shape.repeats),
-    )
+    def _norm_backward(self) -> Any:
+        return vjp(self.p.norm.fn, [leaf(self.h), *map(leaf, self.norm_weights)], [self.h])
 
 
 def rope_bytes(model: Decoder, dtype: torch.dtype) -> int:

@@ -18,7 +18,8 @@ from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.models import spec as registry
 from torchtitan_lc.models.decoder.model import Decoder
-from torchtitan_lc.models.llama3 import FLAVORS, adjust
+from torchtitan_lc.models.decoder.settings import adjust
+from torchtitan_lc.models.llama3 import FLAVORS
 from torchtitan_lc.models.spec import ModelSpec, get_args, get_model, register_model
 from torchtitan_lc.ops.rope import Llama3Scaling
 from torchtitan_lc.tools.errors import UserError

@@ -1,7 +1,7 @@
 """The plan's account of a block against the block itself, byte for byte on the meta device.
 
 Real code, shapes and frees of Llama 3 8B and relatives in bf16 with its weights' gradients, as rank 0 of
-several. A change of what the code holds breaks these unless attention/buffers.py follows.
+several. A change of what the code holds breaks these unless attention/buffers/ follows.
 """
 
 from __future__ import annotations

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from torchtitan_lc.models.decoder.args import DecoderArgs
-from torchtitan_lc.models.decoder.float8 import float8_problems
-from torchtitan_lc.models.decoder.hf import Family, tensor_name
-from torchtitan_lc.models.decoder.model import Decoder
-from torchtitan_lc.models.decoder.parallelize import parallelize
-from torchtitan_lc.models.decoder.settings import adjust, warnings
-from torchtitan_lc.models.spec import HuggingFace, ModelSpec, register_model
+from torchtitan_lc.models.decoder.hf import Family
+from torchtitan_lc.models.decoder.registration import register_decoder
 from torchtitan_lc.ops.rope import Llama3Scaling
 
 # Shapes and rope settings as in the config.json that each checkpoint is published with: Llama 3.2 (1B,
@@ -122,17 +118,4 @@ FLAVORS = {
     ),
 }
 
-FAMILY = Family("llama", "LlamaForCausalLM")
-
-register_model(
-    ModelSpec(
-        name="llama3",
-        flavors=FLAVORS,
-        build=Decoder,
-        parallelize=parallelize,
-        adjust=adjust,
-        warnings=warnings,
-        float8=float8_problems,
-        hf=HuggingFace(tensor_name, FAMILY.read_config, FAMILY.write_config),
-    )
-)
+register_decoder("llama3", FLAVORS, Family("llama", "LlamaForCausalLM"))

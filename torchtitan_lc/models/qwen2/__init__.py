@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from torchtitan_lc.models.decoder.args import DecoderArgs
-from torchtitan_lc.models.decoder.float8 import float8_problems
-from torchtitan_lc.models.decoder.hf import Family, tensor_name
-from torchtitan_lc.models.decoder.model import Decoder
-from torchtitan_lc.models.decoder.parallelize import parallelize
-from torchtitan_lc.models.decoder.settings import adjust, warnings
-from torchtitan_lc.models.spec import HuggingFace, ModelSpec, register_model
+from torchtitan_lc.models.decoder.hf import Family
+from torchtitan_lc.models.decoder.registration import register_decoder
 
 # As in the config.json of the base models.
 FLAVORS = {
@@ -101,17 +97,4 @@ FLAVORS = {
     ),
 }
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True)
-
-register_model(
-    ModelSpec(
-        name="qwen2",
-        flavors=FLAVORS,
-        build=Decoder,
-        parallelize=parallelize,
-        adjust=adjust,
-        warnings=warnings,
-        float8=float8_problems,
-        hf=HuggingFace(tensor_name, FAMILY.read_config, FAMILY.write_config),
-    )
-)
+register_decoder("qwen2", FLAVORS, Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True))
