@@ -1,4 +1,4 @@
-"""The least time that a block could take with these kernels: what its step time is measured against.
+"""The time that kernels and matrix products of a block take alone: what its step time is measured against.
 
     ceiling = each kernel call of a step, timed alone at its exact shape
             + matrix products of the block, in FLOP, over the rate of one large bf16 product
@@ -6,8 +6,10 @@
 Both are measured in the same run as the step, after WARM seconds of the same call: a step lasts for
 seconds, and what a GPU does in its first milliseconds after a pause (the "burst", recorded too) it cannot
 keep up at its power limit. Matrix products are those that mathematics and the
-checkpoint mode need: 2 N T forward, 4 N T backward and, where the block is recomputed, 2 N T more
-(N parameters, T tokens of the rank). What a schedule computes beyond that counts against it.
+checkpoint mode need: 2 N T forward, 4 N T backward and, where the block is recomputed, 2 (N - w2) T more
+(N parameters, T tokens of the rank; nobody reads the output of a recomputed MLP). What a schedule computes
+beyond that counts against it. Neither is a bound: products beside other work may run at other clocks. It is a
+reference that is the same for all schedules with the same kernel calls.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ def block_parameters(args: DecoderArgs) -> int:
 
 def matmul_flops(args: DecoderArgs, tokens: int, mode: str) -> float:
     """Of all blocks, forward and backward, of ``tokens`` tokens of a rank."""
-    passes = 6 if mode == "none" else 8
-    return passes * float(block_parameters(args)) * tokens * args.n_layers
+    parameters = 6.0 * block_parameters(args)
+    if mode != "none":
+        parameters += 2.0 * (block_parameters(args) - args.dim * args.hidden_dim)
+    return parameters * tokens * args.n_layers
 
 
 def matmul_times(size: int, dtype: torch.dtype, device: torch.device, repeats: int = 20) -> Times:

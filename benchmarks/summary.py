@@ -68,7 +68,9 @@ def block_ratio(seq_len: int) -> Rule:
 def ceiling_fraction(seq_len: int) -> Rule:
     def rule(record: Record) -> float | None:
         case = fastest(record, seq_len)
-        return case["ceiling_fraction"]["median"] if case and "ceiling_fraction" in case else None
+        if case is None or "time_of_others" not in case:  # the one that the ratio is of
+            return None
+        return case["ceiling_fraction"]["median"] if "ceiling_fraction" in case else None
 
     return rule
 
@@ -130,8 +132,13 @@ def reserved(seq_len: int) -> Rule:
 
 
 def longest(record: Record) -> float | None:
-    """The longest row, in Mi tokens, of which a rank of 8 reserved no more than an 80 GB GPU has."""
-    fits = [case["seq_len"] / M for case, size in _dry_runs(record) if size <= GPU_GIB]
+    """The longest row, in Mi tokens, of which a rank of 8 reserved no more than an 80 GB GPU has, less what
+    NCCL and the driver take. Of the GPU alone: the host that it needs stands in the record."""
+    fits = [
+        case["seq_len"] / M
+        for case, size in _dry_runs(record)
+        if case["fits"] and size <= min(GPU_GIB, case["limit"] / 2**30)
+    ]
     return max(fits, default=None)
 
 

@@ -31,6 +31,7 @@ def test_what_the_allocator_says_is_what_was_planned(kernel: str, tmp_path: Path
     assert code == 0 and found["tensors"] == "real"
     figures = found["figures"]
     assert -1 <= figures["peak allocated"]["plan_off_by_percent"] <= 3
+    assert figures["allocated after building"]["plan_off_by_percent"] == pytest.approx(0, abs=1)
     reserved = figures["peak reserved"]["measured"]
     assert figures["peak allocated"]["measured"] <= reserved <= found["limit"]
     assert figures["host: offloaded activations"]["plan_off_by_percent"] == pytest.approx(0, abs=1)

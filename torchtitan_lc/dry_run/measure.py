@@ -72,6 +72,7 @@ def measure(job: DryJob) -> Measured:
                 fill=None if mode is None else _filled_by(mode),
             )
             try:
+                _built(rank, job, memory, measured)
                 if job.update_first:
                     with mode or contextlib.nullcontext():
                         _update_alone(rank)
@@ -126,12 +127,16 @@ def _update_alone(rank: Rank) -> None:
     rank.optimizer.zero_grad(set_to_none=True)
 
 
-def _steps(rank: Rank, job: DryJob, memory: DeviceBytes, host: HostUse, measured: Measured) -> None:
-    figures = measured.figures
+def _built(rank: Rank, job: DryJob, memory: DeviceBytes, measured: Measured) -> None:
+    """Before the optimizer has any state."""
     parameters = [_local(p) for p in rank.module.parameters()]
     memory.hold(parameters)
-    figures["allocated after building"] = memory.now
-    _state(figures, "parameters", parameters, job.device)
+    measured.figures["allocated after building"] = memory.now
+    _state(measured.figures, "parameters", parameters, job.device)
+
+
+def _steps(rank: Rank, job: DryJob, memory: DeviceBytes, host: HostUse, measured: Measured) -> None:
+    figures = measured.figures
     memory.hold(_moments(rank.optimizer))
     page_locked = host.now  # of the optimizer
     host.peak = host.now

@@ -275,8 +275,8 @@ class Timer:
 
     def _offload(self, layer: LayerPlacement, forward: float, backward: float) -> float:
         """Out beside the layer's forward. Back: with early fetching beside the backward of the layer after
-        it; else outputs are waited for before h1 is made, and each stage's but for the projections
-        that run meanwhile."""
+        it; else outputs are waited for before h1 is made, each stage's but for the projections that run
+        meanwhile, and the input but for the norm's backward in the layer after it."""
         job = self.job
         rate = 1e9 * self.hw.pcie_gbs
         inputs = job.hidden if layer.input_on_host else 0
@@ -289,7 +289,9 @@ class Timer:
         first = 1 / len(self.stages)
         stages = (outputs + again) / rate
         waits = outputs / rate + max(0.0, stages * (1 - first) - between * (1 - first))
-        return late + waits + max(0.0, inputs / rate - between * first)
+        norm = self.activations.projection_costs.norm_backward
+        hides = self._tiles(norm, job.config.tiling.projection_tokens)
+        return late + waits + max(0.0, inputs / rate - hides)
 
     def _between_kernels(self) -> float:
         """Seconds of a layer's backward in which neither attention's kernel nor the MLP half runs."""

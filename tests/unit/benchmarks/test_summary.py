@@ -34,7 +34,7 @@ def _dry_run(mi_tokens: int, reserved_gib: float, moments: float = 1.0) -> dict[
     figures = {"peak reserved": reserved_gib * 2**30, "Adam moments": moments * 2**30}
     measured = {name: {"measured": value} for name, value in figures.items()}
     labels = {"model": "llama3 8B", "world": 8, "seq_len": mi_tokens << 20}
-    return {**labels, "figures": measured}
+    return {**labels, "figures": measured, "fits": True, "limit": 77.6 * 2**30}
 
 
 def test_without_results_there_is_no_figure(tmp_path: Path) -> None:
@@ -102,6 +102,7 @@ def test_every_figure_can_be_given(tmp_path: Path) -> None:
     _write(tmp_path, "rank8", "bench_rank8", ranks=8, config=config, cases=speeds)
     memory = [_dry_run(n, 7.5 * n) for n in (5, 8, 10, 12)]
     memory += [_dry_run(5, 30.0, moments=0), {**_dry_run(11, 70.0), "error": "out of memory"}]
+    memory += [{**_dry_run(11, 70.0), "fits": False}, _dry_run(11, 78.5)]
     _write(tmp_path, "plan", "bench_plan", cases=memory)
     _write(tmp_path, "trace", "trace_share", seq_len=128 * k, shares={"unhidden": 0.07})
     found = summarise(tmp_path)

@@ -16,9 +16,10 @@ from torch import Tensor
 from tests.late_copies import LateCopies
 from tests.offloaded import CALLS, LAYERS, STAGES, assert_same, build, loss_of, sizes, train
 from tests.tiny import gradients
+from torchtitan_lc.attention.half import AttentionHalf
 from torchtitan_lc.attention.kernels import CpuFlash
 from torchtitan_lc.memory.host_memory import HostMemory
-from torchtitan_lc.memory.offload import Offload, Parked
+from torchtitan_lc.memory.offload import HostStore, Offload, Parked
 from torchtitan_lc.memory.placement import LayerPlacement
 
 CPU = torch.device("cpu")
@@ -383,6 +384,35 @@ def test_what_is_dropped_on_its_way_goes_behind_its_copy(on_its_way: str) -> Non
     assert offload.memory.allocated == 16
     again.leave()
     assert torch.equal(again.get(), torch.zeros(4)) and copies.faults == []
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_block_input_comes_back_when_no_buffer_of_a_stage_is_left(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier it would fit beside them only in pieces; early, it comes before the last kernel runs."""
+    order: list[str] = []
+
+    def noted(owner: Any, method: str, event: str) -> None:
+        real = getattr(owner, method)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            order.append(event)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, method, wrapped)
+
+    noted(AttentionHalf, "_stage_backward", "kernel")
+    noted(AttentionHalf, "projection_backward", "projection")
+    noted(AttentionHalf, "norm_backward", "norm")
+    noted(HostStore, "fetch", "input")
+    model, _ = build(_settings("selective", early=early))
+    loss_of(model).backward()
+    fetched = [i for i, event in enumerate(order) if event == "input"]
+    assert len(fetched) == len(model.blocks) - 1, "nothing is before the first"
+    for place in fetched:
+        assert order[place + 1] == ("kernel" if early else "norm")
+        assert "kernel" in order[:place] and order[place - 1] == "projection"
 
 
 @pytest.mark.parametrize("back_runs_first", [False, True])
