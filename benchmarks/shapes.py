@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torchtitan_lc.attention.kernels import Kernel, choose_kernel
 from torchtitan_lc.attention.kernels.stand_in import StandIn
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.distributed.fake_ranks import join_fake_ranks
+from torchtitan_lc.distributed.setup import init_distributed
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,12 @@ def join(ranks: int, kind: str) -> torch.device:
 
     A rank that fails leaves the others waiting in a collective: they give up after 10 minutes.
     """
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(device)
     if are_real():
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        device = init_distributed(kind, timeout_seconds=600, trace_buffer_size=2000)
     else:
+        device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+        if kind == "cuda":
+            torch.cuda.set_device(device)
         join_fake_ranks(ranks, device)
     if dist.get_world_size() != ranks:
         raise SystemExit(f"--ranks {ranks}, but {dist.get_world_size()} are running")

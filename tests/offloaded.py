@@ -80,7 +80,9 @@ def build(
         run = activations.set_up_blocks(
             model.blocks, tiny_config(settings), bytes_of or sizes(), torch.device(device)
         )
-        model.segments, model.after_last_block = run.segments, run.after_last
+        model.segments = run.segments
+        model.execution.after_attention = run.after_attention
+        model.execution.after_last_block = run.after_last
     return model, made[0] if made else None
 
 

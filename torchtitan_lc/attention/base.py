@@ -34,10 +34,14 @@ class Weight:
 @dataclass(frozen=True)
 class Projection:
     """``fn(activation, *weights)`` with the weights cut to the heads at hand. Pure: no dropout, nothing
-    in place, no other tensor that needs a gradient."""
+    in place, no other tensor that needs a gradient.
+
+    gradients: a function with the gradients of fn, whose output nobody reads; backward runs it in place of
+    fn."""
 
     fn: Callable[..., Tensor | tuple[Tensor, Tensor]]
     weights: tuple[Weight, ...]
+    gradients: Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class BoundProjection:
 
     def __init__(self, part: Projection, weights: Sequence[Tensor], n_heads: int) -> None:
         self.fn: Callable[..., Any] = part.fn  # a tensor, or k and v: its caller knows
+        self.gradients: Callable[..., Any] = part.gradients or part.fn
         self.weights = weights
         self.axes = [w.head_axis for w in part.weights]
         self.n_heads = n_heads

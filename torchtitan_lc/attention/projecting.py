@@ -112,7 +112,7 @@ class TiledProjections:
         sums = [GradSum(w) for w in leaves]
         for start, stop in self._tiles():
             tile = leaf(exchange.read_rows(out_packed, start, stop))
-            dtile, *dweights = vjp(self.output.fn, [tile, *leaves], [dh1[:, start:stop]])
+            dtile, *dweights = vjp(self.output.gradients, [tile, *leaves], [dh1[:, start:stop]])
             assert dtile is not None
             exchange.write_rows(dout, start, dtile)
             _add_all(sums, dweights)
@@ -137,7 +137,7 @@ class TiledProjections:
             inputs = [x, self.places[:, start:stop], *leaves]
             tiles = [exchange.read_rows(part, start, stop) for part in packed]
             grads = [_sum_replicas(tile, heads, unique) for tile in tiles]
-            dx_tile, _, *dweights = vjp(bound.fn, inputs, grads)
+            dx_tile, _, *dweights = vjp(bound.gradients, inputs, grads)
             assert dx_tile is not None
             dx[:, start:stop] += dx_tile
             _add_all(sums, dweights)
@@ -149,7 +149,7 @@ class TiledProjections:
         sums = [GradSum(w) for w in leaves]
         for start, stop in self._tiles():
             tile = leaf(self.h[:, start:stop])
-            dtile, *dweights = vjp(self.norm.fn, [tile, *leaves], [dx[:, start:stop]])
+            dtile, *dweights = vjp(self.norm.gradients, [tile, *leaves], [dx[:, start:stop]])
             assert dtile is not None
             torch.add(dh1[:, start:stop], dtile, out=dx[:, start:stop])
             _add_all(sums, dweights)

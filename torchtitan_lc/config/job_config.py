@@ -216,10 +216,10 @@ class Training:
     fp32, and as pinned tensors are rounded up to a power of two, up to 24. On a CPU it frees nothing.
     For optimizer state alone, whose step stays on the GPU, see optimizer.offload_state."""
     release_cached_memory: bool | Literal["auto"] = "auto"
-    """Before a step and after each backward of the head, memory that torch's allocator holds without
-    using it goes back to the device, so that what is reserved stays near what is allocated. The GPU
-    runs dry for a moment each time. `auto`: where a hidden-state buffer takes more than a 64th of the
-    device's memory, as steps are long there. No effect on CPU."""
+    """Memory that torch's allocator holds without using it goes back to the device before a step and,
+    in backward, after the head and between the halves of every block, so that what is reserved stays
+    near what is allocated. The GPU runs dry for a moment each time. `auto`: where a hidden-state buffer
+    takes more than a 64th of the device's memory, as steps are long there. No effect on CPU."""
     gc_freq: int = 50
     """Steps between runs of Python's garbage collector, which is otherwise off so that ranks do not
     stall one another at random moments."""

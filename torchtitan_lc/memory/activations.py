@@ -31,6 +31,7 @@ from torchtitan_lc.memory.placement import (
     place_layers,
     releases_cached,
 )
+from torchtitan_lc.ops.recompute import is_first_run
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.hardware import device_memory
 from torchtitan_lc.tools.logging import logger
@@ -43,10 +44,11 @@ class CheckpointedBlock(Protocol):
 @dataclass(frozen=True)
 class Blocks:
     """segments: for each block, what runs the segment that begins with it; None where every block keeps its
-    own input, and inside a segment. after_last: to be called with the hidden state when the last block has
-    run forward."""
+    own input, and inside a segment. To be called with the hidden state in forward: after_attention between
+    the halves of every block, after_last when the last block has run."""
 
     segments: list[Run | None]
+    after_attention: Callable[[Tensor], None]
     after_last: Callable[[Tensor], None]
 
 
@@ -101,13 +103,18 @@ def set_up_blocks(
         segments.append(checkpoint_segment(*_segment_store(offload, placement)) if starts else None)
     release = releases_memory(config, sizes.input, device)
 
+    def release_in_backward(h: Tensor) -> None:
+        """When backward has come to ``h``: of the head, or of a block's MLP half, tiles and gradients have
+        been allocated and freed that attention's large buffers do not fit into."""
+        if release and h.requires_grad and is_first_run():
+            h.register_hook(lambda _: torch.cuda.empty_cache())
+
     def after_last(h: Tensor) -> None:
         if offload is not None:
             offload.settle()
-        if release and h.requires_grad:
-            h.register_hook(lambda _: torch.cuda.empty_cache())  # when the head's backward is done
+        release_in_backward(h)
 
-    return Blocks(segments, after_last)
+    return Blocks(segments, release_in_backward, after_last)
 
 
 def _block_store(

@@ -21,6 +21,33 @@ from torch import Tensor
 # linear(x, weight) or linear(x, weight, bias)
 Linear = Callable[..., Tensor]
 
+
+class _GradientsOfLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        dx = dy @ weight if needs_x else None
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
+        return dx, dweight
+
+
+def _linear_gradients(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y: Tensor = _GradientsOfLinear.apply(x, weight)
+    return y if bias is None else y + bias
+
+
+def gradients_of(linear: Linear) -> Linear:
+    """``linear`` for a recomputation whose output nobody reads: the same gradients, and for ``F.linear`` no
+    product; what comes out is of the right shape and means nothing."""
+    return _linear_gradients if linear is F.linear else linear
+
+
 MULTIPLE = 16  # a side of a float8 product in bytes, as the tensor cores' kernels read it
 _CAPABILITY = (8, 9)  # Ada, the first with float8 tensor cores
 

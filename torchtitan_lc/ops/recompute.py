@@ -249,6 +249,12 @@ def is_recomputed() -> bool:
     return _current.get() is not None
 
 
+def is_first_run() -> bool:
+    """False while a checkpointed block is recomputed: backward goes through the graph of its first run."""
+    tape = _current.get()
+    return tape is None or tape.phase == "forward"
+
+
 def output_is_unused() -> bool:
     """True while a block is replayed: the output of its last operation is read by nobody."""
     tape = _current.get()

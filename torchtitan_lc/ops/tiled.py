@@ -3,7 +3,8 @@ tile at a time (ALST's tiling, arXiv 2506.13996).
 
     x [B, T, M] -> y [B, T, N],   y[:, rows] = fn(x[:, rows], *weights)   for each tile of rows
 
-Backward recomputes a tile under grad and asks autograd for its gradients. Weight gradients of the tiles
+Backward recomputes a tile under grad and asks autograd for its gradients; where that takes less than the
+output did, it is told so by another function with the same gradients. Weight gradients of the tiles
 are summed in at least fp32 and handed out once, whole: under FSDP2 a unit is gathered once and reduced
 once per backward, however many tiles there are.
 """
@@ -75,13 +76,14 @@ class _Tiled(torch.autograd.Function):
     def forward(
         ctx: Any,
         fn: Callable[..., Tensor],
+        gradients: Callable[..., Tensor],
         tile_tokens: int,
         skip_output: bool,
         gradient_over_input: bool,
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.fn, ctx.tile_tokens = fn, tile_tokens
+        ctx.gradients, ctx.tile_tokens = gradients, tile_tokens
         ctx.gradient_over_input = gradient_over_input
         ctx.save_for_backward(x, *weights)
         if skip_output:
@@ -99,7 +101,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, *needs_weights = ctx.needs_input_grad[4:]
+        needs_x, *needs_weights = ctx.needs_input_grad[5:]
         leaves = [leaf(w, need) for w, need in zip(weights, needs_weights, strict=True)]
         sums = [GradSum(w) for w in weights]
         dx: Tensor | None = None
@@ -109,13 +111,13 @@ class _Tiled(torch.autograd.Function):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         for start, stop in tile_slices(x.shape[1], ctx.tile_tokens, x.shape[0]):
             x_tile = leaf(x[:, start:stop], needs_x)
-            dx_tile, *dweights = vjp(ctx.fn, [x_tile, *leaves], [dy[:, start:stop]])
+            dx_tile, *dweights = vjp(ctx.gradients, [x_tile, *leaves], [dy[:, start:stop]])
             if dx is not None:
                 dx[:, start:stop] = 0 if dx_tile is None else dx_tile
             for total, grad in zip(sums, dweights, strict=True):
                 total.add(grad)
         dws = [s.result() if need else None for s, need in zip(sums, needs_weights, strict=True)]
-        return (None, None, None, None, dx, *dws)
+        return (None, None, None, None, None, dx, *dws)
 
 
 def tiled(
@@ -123,6 +125,7 @@ def tiled(
     x: Tensor,
     *weights: Tensor,
     tile_tokens: int,
+    gradients: Callable[..., Tensor] | None = None,
     skip_output: bool = False,
     gradient_over_input: bool = False,
 ) -> Tensor:
@@ -131,6 +134,8 @@ def tiled(
     fn: pure and token-wise: a row of its output depends on the same row of ``x`` and on the weights.
     weights: every tensor that needs a gradient; fn must not reach for others.
     tile_tokens: tokens per tile, all rows together; 0 for one tile.
+    gradients: a function with the gradients of fn, whose output nobody reads; what backward runs in its
+        place.
     skip_output: return zeros of the shape of ``x`` instead of computing: only for a recomputation,
         where the output is not read but the inputs have to be saved again.
     gradient_over_input: backward may write the gradient of ``x`` over it: only for an ``x`` that is
@@ -138,4 +143,6 @@ def tiled(
 
     Keeps only ``x`` and the weights for backward.
     """
-    return _Tiled.apply(fn, tile_tokens, skip_output, gradient_over_input, x, *weights)
+    return _Tiled.apply(
+        fn, gradients or fn, tile_tokens, skip_output, gradient_over_input, x, *weights
+    )

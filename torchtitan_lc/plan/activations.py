@@ -82,7 +82,11 @@ class Activations:
     def mlp_costs(self) -> tuple[Cost, Cost]:
         module, tiling = self.job.model.module, self.job.config.tiling
         costs: tuple[Cost, Cost] = self.job.model.once(
-            mlp_costs, module.functions.mlp_half, self._mlp_weights, self._tile(tiling.mlp_tokens)
+            mlp_costs,
+            module.functions.mlp_half,
+            module.functions.gradients.mlp_half,
+            self._mlp_weights,
+            self._tile(tiling.mlp_tokens),
         )
         return costs
 

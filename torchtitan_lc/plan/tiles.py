@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,7 +185,7 @@ class _ProjectedTile:
                 # Of the output it is a view of the block's; of other projections it is read head by head.
                 is_view = part is self.p.output
                 given = whole if is_view else [torch.empty_like(y) for y in whole]
-                found = vjp(part.fn, [*of_tile, *leaves], given)
+                found = vjp(part.gradients or part.fn, [*of_tile, *leaves], given)
                 for total, grad in zip(sums, found[len(of_tile) :], strict=True):
                     total.add(grad)
             return _of_a_tile(meter.cost, self.shape)
@@ -202,20 +203,23 @@ def rope_bytes(model: Decoder, dtype: torch.dtype) -> int:
 
 
 def mlp_costs(
-    fn: Callable[..., Tensor], weights: Sequence[Tensor], shape: TileShape
+    fn: Callable[..., Tensor],
+    gradients: Callable[..., Tensor],
+    weights: Sequence[Tensor],
+    shape: TileShape,
 ) -> tuple[Cost, Cost]:
     """(forward, backward) of `ops.tiled`: without the full-size buffers that go in and come out, with the
     sums of the weights' gradients."""
     leaves = [leaf(w.to(shape.dtype)) for w in weights]
     x = leaf(shape.hidden(shape.repeats))
     dy = torch.empty_like(x)
+    run = partial(tiled, fn, x, *leaves, tile_tokens=shape.tokens_of_all_rows, gradients=gradients)
     with Meter() as meter:
-        y = tiled(fn, x, *leaves, tile_tokens=shape.tokens_of_all_rows)
+        y = run()
         forward = meter.cost
         del y
     with Meter() as meter:
-        y = tiled(fn, x, *leaves, tile_tokens=shape.tokens_of_all_rows, skip_output=True)
-        torch.autograd.grad(y, [x, *leaves], dy)
+        torch.autograd.grad(run(skip_output=True), [x, *leaves], dy)
         backward = meter.cost
     return _of_a_tile(forward, shape, x), _of_a_tile(backward, shape, x)
 

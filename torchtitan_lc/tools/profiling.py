@@ -97,7 +97,9 @@ def memory_snapshots(
             write(f"iteration_{step}")
         step += 1
 
-    torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+    # Stacks of allocations alone: checkpointing ends a recomputation by an exception, and collecting the
+    # stack of a tensor that is freed while it passes loses it ("returned NULL without setting an exception").
+    torch.cuda.memory._record_memory_history(context="alloc", max_entries=_MEMORY_EVENTS)
     try:
         yield step_done
     except torch.OutOfMemoryError:

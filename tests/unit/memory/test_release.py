@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.offloaded import build, loss_of
+from tests.offloaded import LAYERS, build, loss_of
 from torchtitan_lc import trainer
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.dry_run.compare import NAME
 from torchtitan_lc.launch import main
 from torchtitan_lc.memory import activations
 from torchtitan_lc.memory.placement import releases_cached
+from torchtitan_lc.models.llama3 import FLAVORS
 
 GIB = 2**30
 
@@ -37,9 +38,9 @@ def test_a_cpu_has_nothing_to_give_back() -> None:
     assert not activations.releases_memory(config, 9 * GIB, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("rows", "times"), [(1, 2), (3, 4)])
-def test_before_a_step_and_after_each_backward_of_the_head(
-    rows: int, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [1, 3])
+def test_before_a_step_and_in_each_backward(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (trainer, activations):
         monkeypatch.setattr(module, "releases_memory", lambda *_: True)
@@ -50,18 +51,30 @@ def test_before_a_step_and_after_each_backward_of_the_head(
     words += ["--parallelism.context_parallel_degree=2", f"--training.global_batch_size={rows}"]
     assert main(["--nproc_per_node", "1", "--", *words, f"--job.dump_folder={tmp_path}"]) == 0
     assert json.loads((tmp_path / NAME).read_text())["steps"] == 2, "one whole step on a CPU"
-    assert len(calls) == times
+    head_and_blocks = 1 + FLAVORS["debugmodel"].n_layers
+    assert len(calls) == 1 + rows * head_and_blocks
 
 
-def test_the_head_is_done_by_then_and_no_block_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_the_head_is_done_by_then_or_the_mlp_of_a_block_and_its_attention_has_not_begun(
+    mode: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(activations, "releases_memory", lambda *_: True)
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("released"))
-    model, _ = build({"activation_checkpoint.mode": "selective"})
+    keys = ("activation_checkpoint.mode", "activation_checkpoint.block_inputs_every")
+    model, _ = build(dict(zip(keys, (mode, every), strict=True)))
+    last: dict[str, str] = {
+        "head.output.weight": "head",
+        "feed_forward.w2.weight": "mlp",
+        "attention.wo.weight": "attention",
+        "tok_embeddings.weight": "embedding",
+    }
     for name, parameter in model.named_parameters():
-        part = "block" if name.startswith("layers") else name.partition(".")[0]
-        parameter.register_post_accumulate_grad_hook(lambda _, part=part: order.append(part))
+        for end, part in last.items():
+            if name.endswith(end):
+                parameter.register_post_accumulate_grad_hook(lambda _, p=part: order.append(p))
     loss_of(model).backward()
-    place = order.index("released")
-    assert order.count("released") == 1
-    assert set(order[:place]) == {"head"} and "head" not in order[place:]
+    block = ["mlp", "released", "attention"]
+    assert order == ["head", "released", *block * LAYERS, "embedding"]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lc.models.decoder.args import DecoderArgs
-from torchtitan_lc.ops.linear import Linear
+from torchtitan_lc.ops.linear import Linear, gradients_of
 from torchtitan_lc.ops.loss import cross_entropy_sum
 from torchtitan_lc.ops.mlp import swiglu
 from torchtitan_lc.ops.norm import rms_norm
@@ -39,6 +40,24 @@ class Functions:
         """The same functions, not compiled yet, that multiply with the weights ``names`` by ``linear``."""
         changed = copy.copy(self)
         changed.linears = {**self.linears, **dict.fromkeys(names, linear)}
+        changed.__dict__.pop("gradients", None)
+        return changed
+
+    @cached_property
+    def gradients(self) -> Functions:
+        """The same functions for backward, which recomputes them for their gradients alone: products are
+        left out where only the output, which nobody reads, would need them.
+
+        That holds for these functions, not for those that a subclass has in their place: they run whole.
+        """
+        unread = {"wv": "key_value", "wo": "output", "w2": "mlp_half"}
+        if not self.qk_norm:  # its gradient needs what is normed
+            unread |= {"wq": "query", "wk": "key_value"}
+        changed = copy.copy(self)
+        changed.linears = {
+            name: gradients_of(linear) if self._is_ours(unread.get(name)) else linear
+            for name, linear in self.linears.items()
+        }
         return changed
 
     def norm(self, h: Tensor, scale: Tensor) -> Tensor:
@@ -75,9 +94,21 @@ class Functions:
         """
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        for name in ("norm", "query", "key_value", "output", "mlp_half", "loss"):
-            compiled = torch.compile(getattr(self, name), backend=backend, dynamic=False)
-            setattr(self, name, compiled)
+        recomputed = ("query", "key_value", "output", "mlp_half")
+        for functions, names in (
+            (self.gradients, recomputed),
+            (self, (*recomputed, "norm", "loss")),
+        ):
+            for name in names:
+                compiled = torch.compile(getattr(functions, name), backend=backend, dynamic=False)
+                setattr(functions, name, compiled)
+
+    def _is_ours(self, function: str | None) -> bool:
+        """False where a subclass overrides it, or something that it is made of."""
+        if function is None:
+            return False
+        made_of = (function, "_rotated_heads", "_heads")
+        return all(getattr(type(self), name) is getattr(Functions, name) for name in made_of)
 
     def _rotated_heads(
         self, name: str, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]

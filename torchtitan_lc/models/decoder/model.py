@@ -42,11 +42,15 @@ class Execution:
 
     strategy: spreads attention over ranks and heads.
     mlp_tokens, loss_tokens: tokens per tile, 0 for all at once.
+    after_attention, after_last_block: called with the hidden state, between the halves of every block and
+        when the last one has run.
     """
 
     strategy: Strategy = field(default_factory=lambda: Local(Math()))
     mlp_tokens: int = 0
     loss_tokens: int = 0
+    after_attention: Callable[[Tensor], None] = lambda h: None
+    after_last_block: Callable[[Tensor], None] = lambda h: None
 
 
 class Attention(nn.Module):
@@ -73,9 +77,9 @@ class Attention(nn.Module):
             n_kv_heads=self.args.n_kv_heads,
             head_dim=self.args.head_dim,
             norm=Projection(f.norm, (Weight(norm_scale),)),
-            query=Projection(f.query, query),
-            key_value=Projection(f.key_value, key + value),
-            output=Projection(f.output, (Weight(self.wo.weight, columns),)),
+            query=Projection(f.query, query, f.gradients.query),
+            key_value=Projection(f.key_value, key + value, f.gradients.key_value),
+            output=Projection(f.output, (Weight(self.wo.weight, columns),), f.gradients.output),
             scale=1 / math.sqrt(self.args.head_dim),
         )
 
@@ -121,6 +125,7 @@ class TransformerBlock(nn.Module):
     def _halves(self, h: Tensor, cos_sin: Tensor, documents: Documents | None) -> Tensor:
         projections = self.attention.projections(self.attention_norm.weight)
         h = self.execution.strategy.attend(h, cos_sin, projections, documents)
+        self.execution.after_attention(h)
         mlp = self.feed_forward
         return tiled(
             self.functions.mlp_half,
@@ -130,6 +135,7 @@ class TransformerBlock(nn.Module):
             mlp.w2.weight,
             mlp.w3.weight,
             tile_tokens=self.execution.mlp_tokens,
+            gradients=self.functions.gradients.mlp_half,
             skip_output=output_is_unused(),
             gradient_over_input=is_recomputed(),
         )
@@ -191,7 +197,6 @@ class Decoder(nn.Module):
         self.head = Head(args, self.functions, self.execution)
         # By block: what runs the blocks that are checkpointed together, where they begin.
         self.segments: list[Run | None] = [None] * args.n_layers
-        self.after_last_block: Callable[[Tensor], None] = lambda h: None
 
     def forward(
         self,
@@ -211,7 +216,7 @@ class Decoder(nn.Module):
                 continue
             for block in self.blocks[start:stop]:  # here, where nothing else holds the first h
                 h = block(h, cos_sin, documents)
-        self.after_last_block(h)
+        self.execution.after_last_block(h)
         return self.head(h, labels, tied)
 
     def _run_blocks(

@@ -47,7 +47,9 @@ def parallelize(model: nn.Module, config: JobConfig, strategy: Strategy, meshes:
     elements = sum(p.numel() for p in model.parameters()) // meshes.fsdp.shape[-1]
     shards = elements * torch_dtype(config.training.dtype).itemsize
     run = set_up_blocks(blocks, config, sizes, device, shards)
-    model.segments, model.after_last_block = run.segments, run.after_last
+    model.segments = run.segments
+    model.execution.after_attention = run.after_attention
+    model.execution.after_last_block = run.after_last
 
     if config.float8.enable:
         use_float8(model, config.float8)

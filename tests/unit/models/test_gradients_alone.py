@@ -1,0 +1,164 @@
+"""Functions that backward runs again for their gradients alone: the same gradients, without the products that
+only the output would need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.tiny import FLAVORS, masked_rows
+from torchtitan_lc.attention.base import ALONE
+from torchtitan_lc.attention.kernels import CpuFlash
+from torchtitan_lc.attention.upipe import UPipe
+from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
+from torchtitan_lc.models.decoder.functions import Functions
+from torchtitan_lc.models.decoder.model import Decoder
+from torchtitan_lc.ops.norm import rms_norm
+from torchtitan_lc.ops.tiled import leaf, vjp
+
+ARGS = dataclasses.replace(FLAVORS["gqa"], n_layers=1)
+VARIANTS = {
+    "llama": ARGS,
+    "qwen2": dataclasses.replace(ARGS, qkv_bias=True),
+    "qwen3": dataclasses.replace(ARGS, qk_norm=True),
+}
+PROJECTIONS = ("query", "key_value", "output", "mlp_half")
+
+
+def inputs(f: Functions, name: str) -> list[Tensor]:
+    """Random activations and weights as ``name`` takes them, with a head less than the model has."""
+    random = torch.Generator().manual_seed(0)
+
+    def new(*shape: int) -> Tensor:
+        return leaf(torch.randn(*shape, generator=random, dtype=torch.float64))
+
+    dim, width, inner = ARGS.dim, (ARGS.n_heads - 1) * ARGS.head_dim, ARGS.hidden_dim
+    if name == "mlp_half":
+        return [new(2, 5, dim), new(dim), new(inner, dim), new(dim, inner), new(inner, dim)]
+    if name == "output":
+        return [new(2, 5, ARGS.n_heads - 1, ARGS.head_dim), new(dim, width)]
+    matrix = [new(width, dim)] + ([new(width)] if f.linear_weights == 2 else [])
+    weights = matrix + ([new(ARGS.head_dim)] if f.qk_norm else [])
+    if name == "key_value":
+        weights += [new(width, dim)] + ([new(width)] if f.linear_weights == 2 else [])
+    cos_sin = f.rope.cos_sin(torch.arange(5).expand(2, 5), torch.float64)
+    return [new(2, 5, dim), cos_sin, *weights]
+
+
+def gradients_by(fn: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    random = torch.Generator().manual_seed(1)
+    like = fn(*tensors)
+    outputs = like if isinstance(like, tuple) else (like,)
+    given = [torch.randn(y.shape, generator=random, dtype=y.dtype) for y in outputs]
+    return [grad for grad in vjp(fn, tensors, given) if grad is not None]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradients_are_those_of_the_function(
+    variant: str, name: str, backend: str | None
+) -> None:
+    plain, f = Functions(VARIANTS[variant]), Functions(VARIANTS[variant])
+    if backend is not None:
+        f.compile(backend)
+    tensors = inputs(plain, name)
+    want = gradients_by(getattr(plain, name), tensors)
+    got = gradients_by(getattr(f.gradients, name), tensors)
+    assert len(want) == sum(x.requires_grad for x in tensors)
+    for x, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-12, atol=1e-12)
+
+
+def products(mode: Mode, args: Any) -> int:
+    """FLOP of the matrix products of one block, forward and backward, for each token."""
+    model = Decoder(args)
+    model.init_weights(0)
+    model.execution.strategy = UPipe(CpuFlash(), ulysses=ALONE, heads_per_stage=3, tile_tokens=8)
+    model.execution.mlp_tokens = 8
+    (block,) = model.blocks
+    block.checkpoint = checkpoint_block(mode)
+    rows = masked_rows(1, 32)
+    h = torch.randn(1, 32, args.dim, requires_grad=True)
+    cos_sin = model.functions.rope.cos_sin(rows["positions"], torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        block(h, cos_sin, None).sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+    counts = counter.get_flop_counts()["Global"]
+    return (
+        sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm)) // 32
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_products_are_those_that_gradients_need(mode: Mode, variant: str) -> None:
+    """Of N weights: 2 N forward, 4 N backward, and again what backward reads: q, k and v, the products in
+    the MLP, with checkpointing also the hidden state between the halves, and what a norm of heads takes."""
+    args = VARIANTS[variant]
+    q, kv = args.n_heads * args.head_dim * args.dim, args.n_kv_heads * args.head_dim * args.dim
+    w = args.hidden_dim * args.dim
+    again = q + 2 * kv + 2 * w
+    if mode == "full":
+        again += q + 2 * kv  # for attention's forward
+    if mode != "none":
+        again += q  # the output projection
+    if args.qk_norm:
+        again += q + kv
+    assert products(mode, args) == 6 * (2 * q + 2 * kv + 3 * w) + 2 * again
+
+
+class PostNorm(Functions):
+    """Its own MLP half needs what w2 gives."""
+
+    def mlp_half(self, h: Tensor, scale: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        by = self.linears
+        return h + rms_norm(
+            by["w2"](F.gelu(by["w1"](h, w1)) * by["w3"](h, w3), w2), scale, self.eps
+        )
+
+
+class ScaledHeads(Functions):
+    """A part of `query` and `key_value` of its own, which is not linear."""
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return super()._heads(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("functions", "name", "left_out"),
+    [
+        (PostNorm, "mlp_half", {"wq", "wk", "wv", "wo"}),
+        (ScaledHeads, "query", set()),
+        (ScaledHeads, "key_value", set()),
+    ],
+)
+def test_what_a_subclass_brings_runs_whole(
+    functions: type[Functions], name: str, left_out: set[str]
+) -> None:
+    f = functions(ARGS)
+    tensors = inputs(f, name)
+    want = gradients_by(getattr(f, name), tensors)
+    for x, exact in zip(gradients_by(getattr(f.gradients, name), tensors), want, strict=True):
+        torch.testing.assert_close(x, exact, rtol=1e-12, atol=1e-12)
+    assert left_out <= {n for n, linear in f.gradients.linears.items() if linear is not F.linear}
+
+
+def test_other_products_are_asked_for_their_gradients_whole() -> None:
+    """Float8's, say: which gradients they have is their own affair."""
+
+    def double(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, 2 * weight, bias)
+
+    plain = Functions(ARGS)
+    assert plain.gradients.linears["w2"] is not F.linear
+    changed = plain.with_linear(double, ["w2"])
+    assert changed.gradients.linears["w2"] is double
+    assert changed.gradients.linears["wo"] is not F.linear
