@@ -26,7 +26,10 @@ class _GradientsOfLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
+        # Of x, so that a compiler does not leave all that x is made of to the backward graph, where it would
+        # make x and its gradient in one kernel, with all of their buffers at once. No view of x: for that the
+        # compiler would take the gradient of a view.
+        return x[..., :1].clone().expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:

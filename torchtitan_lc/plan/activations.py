@@ -69,6 +69,7 @@ class Activations:
             self._tile(self.job.config.tiling.projection_tokens),
             self.job.hold_normed_input,
             self.rope_bytes // sum_dtype(self.job.dtype).itemsize,
+            self._fused,
         )
         return costs
 
@@ -87,6 +88,7 @@ class Activations:
             module.functions.gradients.mlp_half,
             self._mlp_weights,
             self._tile(tiling.mlp_tokens),
+            self._fused,
         )
         return costs
 
@@ -99,8 +101,15 @@ class Activations:
             module.functions.loss,
             (module.head.norm.weight, table),
             self._tile(tiling.loss_tokens),
+            self._fused,
         )
         return costs
+
+    @property
+    def _fused(self) -> bool:
+        """Other backends of torch.compile may keep every intermediate."""
+        compiling = self.job.config.compile
+        return compiling.enable and compiling.backend == "inductor"
 
     @property
     def _mlp_weights(self) -> tuple[Tensor, ...]:

@@ -4,7 +4,9 @@
 
 Nothing is written down twice here: a change of ops/, of a model's functions or of a tile's size changes the
 answer, and so the plan. Each is run for two tiles where a job has more than one, because what the
-first leaves behind is alive during the second.
+first leaves behind is alive during the second. Compiled, the same code calls stand-ins that hold the
+buffers of inductor's kernels (fused.py): only the peak is theirs, the rest of a Cost is that of the functions
+as they are written.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torchtitan_lc.attention.heads import HeadPlan, Heads
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.ops.loss import tiled_loss
 from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, tiled, vjp
+from torchtitan_lc.plan.fused import fused
 from torchtitan_lc.tools.meter import Cost, Meter
 
 
@@ -82,9 +85,29 @@ def projection_costs(
     shape: TileShape,
     holds_normed_input: bool,
     places_width: int,
+    compiled: bool,
 ) -> ProjectionCosts:
     """For the widest stage of ``plan``. places_width: numbers that rope gives the projections per token."""
-    return _ProjectedTile(projections, plan, shape, holds_normed_input, places_width).costs()
+    case = plan, shape, holds_normed_input, places_width
+    costs = _ProjectedTile(projections, *case).costs()
+    if not compiled:
+        return costs
+    held = _ProjectedTile(_compiled(projections), *case).costs()
+    peaks = {f.name: getattr(held, f.name).peak for f in fields(held)}
+    return ProjectionCosts(
+        **{name: replace(getattr(costs, name), peak=peak) for name, peak in peaks.items()}
+    )
+
+
+def _compiled(projections: Projections) -> Projections:
+    parts = {name: getattr(projections, name) for name in ("norm", "query", "key_value", "output")}
+    return replace(
+        projections,
+        **{
+            name: replace(part, fn=fused(part.fn), gradients=fused(part.gradients or part.fn))
+            for name, part in parts.items()
+        },
+    )
 
 
 class _ProjectedTile:
@@ -207,9 +230,22 @@ def mlp_costs(
     gradients: Callable[..., Tensor],
     weights: Sequence[Tensor],
     shape: TileShape,
+    compiled: bool,
 ) -> tuple[Cost, Cost]:
     """(forward, backward) of `ops.tiled`: without the full-size buffers that go in and come out, with the
     sums of the weights' gradients."""
+    costs = _mlp_costs(fn, gradients, weights, shape)
+    if not compiled:
+        return costs
+    return _with_peaks(costs, _mlp_costs(fused(fn), fused(gradients), weights, shape))
+
+
+def _mlp_costs(
+    fn: Callable[..., Tensor],
+    gradients: Callable[..., Tensor],
+    weights: Sequence[Tensor],
+    shape: TileShape,
+) -> tuple[Cost, Cost]:
     leaves = [leaf(w.to(shape.dtype)) for w in weights]
     x = leaf(shape.hidden(shape.repeats))
     dy = torch.empty_like(x)
@@ -225,10 +261,17 @@ def mlp_costs(
 
 
 def loss_costs(
-    fn: Callable[..., Tensor], weights: Sequence[Tensor], shape: TileShape
+    fn: Callable[..., Tensor], weights: Sequence[Tensor], shape: TileShape, compiled: bool
 ) -> tuple[Cost, Cost]:
     """(forward, backward) of `ops.tiled_loss`, likewise: forward makes the gradients, backward scales
     them and holds both."""
+    costs = _loss_costs(fn, weights, shape)
+    return _with_peaks(costs, _loss_costs(fused(fn), weights, shape)) if compiled else costs
+
+
+def _loss_costs(
+    fn: Callable[..., Tensor], weights: Sequence[Tensor], shape: TileShape
+) -> tuple[Cost, Cost]:
     leaves = [leaf(w.to(shape.dtype)) for w in weights]
     x, labels = leaf(shape.hidden(shape.repeats)), shape.integers(shape.repeats)
     with Meter() as meter:
@@ -238,6 +281,11 @@ def loss_costs(
         torch.autograd.grad(loss, [x, *leaves])
         backward = meter.cost
     return _of_a_tile(forward, shape, x), _of_a_tile(backward, shape, x, x)
+
+
+def _with_peaks(costs: tuple[Cost, Cost], held: tuple[Cost, Cost]) -> tuple[Cost, Cost]:
+    forward, backward = (replace(c, peak=h.peak) for c, h in zip(costs, held, strict=True))
+    return forward, backward
 
 
 def _cost(body: Callable[[], Any], repeats: int) -> Cost:

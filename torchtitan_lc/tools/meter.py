@@ -39,14 +39,32 @@ class Cost:
     calls: int = 0
 
 
-class Meter(TorchDispatchMode):
-    """Counts what is made inside; ``now`` and ``peak`` are bytes. For tensors on the meta device."""
+class OnMeta(TorchDispatchMode):
+    """Runs operations on the meta device, and tells ``ran`` of each."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """torch would import its compiler, half a second, to keep it away from a mode; nothing is
         compiled under this one."""
         return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        result = self.run(func, args, kwargs, inputs)
+        self.ran(func, inputs, [x for x in tree_leaves(result) if isinstance(x, Tensor)])
+        return result
+
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        result = _shape_only(func, args, kwargs, inputs)
+        return func(*args, **kwargs) if result is None else result
+
+    def ran(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Meter(OnMeta):
+    """Counts what is made inside; ``now`` and ``peak`` are bytes. For tensors on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,27 +80,20 @@ class Meter(TorchDispatchMode):
         self.peak = self.now
         self.flops = self.traffic = self.calls = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        result = _shape_only(func, args, kwargs, inputs)
-        if result is None:
-            result = func(*args, **kwargs)
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    def ran(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         there = {x.untyped_storage()._cdata for x in inputs}
         for x in outputs:
             if x.untyped_storage()._cdata not in there:
                 self._count(x.untyped_storage())
         packet = func.overloadpacket
         if func.is_view or packet in _UNWRITTEN or packet is _aten.detach:
-            return result
+            return
         self.calls += 1
         flops = _matrix_flops(packet, inputs)
         self.flops += flops
         if not flops:
             read = [] if packet in _LOOK_UPS else inputs
             self.traffic += sum(x.numel() * x.element_size() for x in (*read, *outputs))
-        return result
 
     def _count(self, storage: Any) -> None:
         key = storage._cdata
@@ -155,6 +166,11 @@ _COMPARISONS = {
     getattr(_aten, name)
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not")
 }
+
+
+def is_product(func: Any) -> bool:
+    """Of matrices."""
+    return func.overloadpacket in _PRODUCTS
 
 
 def _matrix_flops(packet: Any, inputs: list[Tensor]) -> int:

@@ -32,6 +32,7 @@ from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.models.llama3 import FLAVORS
 from torchtitan_lc.plan.activations import Activations
+from torchtitan_lc.plan.fused import fused
 from torchtitan_lc.plan.hardware import TABLE, Cluster
 from torchtitan_lc.plan.job import Job, PlannedModel, make_job
 from torchtitan_lc.plan.meta import built_on_meta
@@ -82,6 +83,8 @@ def measured(planned: Job) -> Peaks:
         overlap_exchange=planned.overlap_exchange,
     )
     model.execution.mlp_tokens = config.tiling.mlp_tokens
+    if config.compile.enable:
+        hold_fused_buffers(model)
     offload = Offload(Elsewhere(torch.device("meta")), NO_COPIES, early=planned.early_fetch)
     for i, (block, place) in enumerate(zip(model.blocks, planned.layers, strict=True)):
         store = (partial(offload.block_store, place),) if planned.offload else ()
@@ -96,6 +99,13 @@ def measured(planned: Job) -> Peaks:
         args.dim,
         args.head_dim,
     )
+
+
+def hold_fused_buffers(model: Decoder) -> None:
+    """In place of `Functions.compile`."""
+    for functions in (model.functions.gradients, model.functions):
+        for name in ("norm", "query", "key_value", "output", "mlp_half"):
+            setattr(functions, name, fused(getattr(functions, name)))
 
 
 def planned_peaks_of_one_block(planned: Job) -> Peaks:
@@ -143,6 +153,13 @@ CASES: list[tuple[str, DecoderArgs, int, dict[str, Any]]] = [
     ("upipe, overlap, none", LLAMA, 8, {"attention.overlap_exchange": True,
                                         "activation_checkpoint.mode": "none"}),
     ("upipe around a ring", LLAMA, 8, {"parallelism.context_parallel_ulysses_degree": 2}),
+    ("upipe, compiled", LLAMA, 8, {"compile.enable": True}),
+    ("upipe, held input, compiled", LLAMA, 8, {"compile.enable": True,
+                                               "attention.hold_normed_input": True}),
+    ("ulysses, compiled", LLAMA, 8, {"compile.enable": True, "attention.strategy": "ulysses"}),
+    ("local, compiled", LLAMA, 1, {"compile.enable": True, "training.seq_len": 2**17}),
+    ("odd heads, compiled", ODD, 8, {"compile.enable": True,
+                                     "parallelism.context_parallel_ulysses_degree": 8}),
 ]  # fmt: skip
 
 
@@ -156,6 +173,24 @@ def test_a_block_holds_what_the_plan_says(
         real, plan = getattr(got, what), getattr(want, what)
         b = made.hidden
         assert -0.01 <= plan / real - 1 <= 0.03, f"{what}: {real / b:.3f} B, planned {plan / b:.3f}"
+
+
+def test_compiled_projections_hold_products_and_results_alone() -> None:
+    settings = {
+        "attention.heads_per_stage": 4,
+        "attention.hold_normed_input": True,
+        "training.seq_len": 2**17,
+    }
+    written, made = (job(LLAMA, 8, {**settings, "compile.enable": c}) for c in (False, True))
+    costs, plain = (Activations(j).projection_costs for j in (made, written))
+    q = made.hidden  # a tile is all tokens of a rank, a stage all heads
+    weight = made.model.args.dim**2 * made.itemsize
+    assert costs.norm.peak == q
+    assert costs.query.peak == 2 * q
+    # The output, which nobody reads, its gradient, that of the product and that of the input.
+    assert costs.query_backward.peak == 4 * q + weight
+    assert plain.query.peak > 2 * q and plain.query_backward.peak > 4 * q + weight
+    assert dataclasses.replace(costs.query, peak=0) == dataclasses.replace(plain.query, peak=0)
 
 
 def planned_peaks(planned: Job) -> tuple[int, int]:

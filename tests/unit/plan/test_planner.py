@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.unit.plan.jobs import cluster, config, model, plan
 from torchtitan_lc.components.metrics import flops_per_token
 from torchtitan_lc.config import names
+from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.plan.changes import alternatives, cheapest
 from torchtitan_lc.plan.hardware import GIB
-from torchtitan_lc.plan.planner import Plan
+from torchtitan_lc.plan.job import planned_model
+from torchtitan_lc.plan.planner import Plan, make_plan
 from torchtitan_lc.plan.report import report, verdict
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 BATCH = ("batch", "rope")
 LONG = {"training.seq_len": 5 * 2**20, "activation_offload.enable": True}
 
@@ -58,6 +64,36 @@ def test_attention_backward_of_the_long_rows_in_hidden_state_buffers(
     constant = {"parameters", "Adam moments", "gradients", "gathered weights", "reduce buffers"}
     own = sum(t.size for t in moment.terms if t.name not in {*constant, "weight gradients", *BATCH})
     assert own / made.job.hidden == pytest.approx(backward, abs=0.05)
+
+
+@pytest.mark.parametrize("record", ["rank8_8b_128k", "rank8_8b_256k"])
+def test_compiled_jobs_hold_what_was_measured_on_h200(record: str, tmp_path: Path) -> None:
+    found = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))
+    (tmp_path / "job.toml").write_text(found["config"], encoding="utf-8")
+    job = load_config(["--config", str(tmp_path / "job.toml")], quiet=True)
+    assert job.compile.enable
+    made = make_plan(job, planned_model(job), cluster("h200_141gb"))
+    (case,) = found["cases"]
+    assert -0.01 <= made.peak.total / GIB / case["allocated_gib"] - 1 <= 0.03
+
+
+def test_compiling_changes_what_tiles_hold_and_only_inductor_does() -> None:
+    job = {"training.seq_len": 2**17}
+    plain, compiled, unfused = (
+        plan({**job, **more})
+        for more in (
+            {},
+            {"compile.enable": True},
+            {"compile.enable": True, "compile.backend": "aot_eager"},
+        )
+    )
+    assert unfused.moments == plain.moments
+    tiles = {"loss tile and head gradients", "MLP tile", "projection tile"}
+    for before, after in zip(plain.moments, compiled.moments, strict=True):
+        assert after.total <= before.total
+        assert after.total == before.total or tiles & {t.name for t in before.terms}
+    assert gib(compiled, "loss") < gib(plain, "loss") - 3
+    assert compiled.time.parts["linear forward"] == plain.time.parts["linear forward"]
 
 
 def test_mfu_and_tokens_are_those_that_training_logs() -> None:
