@@ -7,9 +7,11 @@
 No full-size q, k, v or gradient of out exists: only those of the heads at hand. Out is kept in sequence
 layout (one block per owner, see comm.py), and dq, dk, dv are turned into the gradient of the normed
 input stage by stage (projecting.py). With sum_kv_gradients, dk and dv of a group are first summed over
-its stages, which needs two more buffers of KV heads and fewer exchanges. With overlap_exchange what a
-stage needs is projected and sent before the kernel of the stage before runs, and what comes of a stage
-returns while the next one's does.
+its stages, which needs two more buffers of KV heads and fewer exchanges. With overlap_exchange what comes
+of a stage returns while the next one's heads are projected, and in backward these are on their way while
+what has returned is turned into the gradient of the normed input. Nothing travels while a kernel runs:
+an exchange that meets a kernel of long-lived thread blocks may start on one rank and not on the other,
+and occupies multiprocessors there until the kernel has ended.
 
 Letters: B rows, T tokens of a rank, S all tokens of the row, M model width, D head dim, n query heads
 and m KV heads of this rank at this stage.
@@ -50,26 +52,20 @@ class AttentionHalf(TiledProjections):
         held: dict[int, tuple[Tensor, Tensor]] = {}
         stages = self.plan.stages
         ahead = self._inputs_of(0)
-        back: list[tuple[Travelling, Tensor]] = []  # of the stage before: out under way, lse
         for index, stage in enumerate(stages):
+            more = index + 1 < len(stages)
             q = self._arrive(index, ahead, held).pop()
-            if self.overlap and index + 1 < len(stages):
-                ahead = self._inputs_of(index + 1)
             out, lse = self._stage_forward(stage, q, held)
             del q
             for arrival in stage.releases:
                 del held[arrival]
-            back.append((self.exchange(stage.q_heads).heads_to_seq(out, overlap=self.overlap), lse))
+            returning = self.exchange(stage.q_heads).heads_to_seq(out, overlap=self.overlap)
             del out
-            while len(back) > (1 if self.overlap else 0):
-                self._keep(outputs, *back.pop(0))
-            if not self.overlap and index + 1 < len(stages):
+            if more and self.overlap:
                 ahead = self._inputs_of(index + 1)
-        while back:
-            self._keep(outputs, *back.pop(0))
-
-    def _keep(self, outputs: Outputs, out: Travelling, lse: Tensor) -> None:
-        outputs.add(out.arrive(), lse)
+            outputs.add(returning.arrive(), lse)
+            if more and not self.overlap:
+                ahead = self._inputs_of(index + 1)
 
     def _stage_forward(
         self, stage: Stage, q: Tensor, held: dict[int, tuple[Tensor, Tensor]]
@@ -102,11 +98,9 @@ class AttentionHalf(TiledProjections):
         dheld: dict[int, list[Tensor]] = {}  # gradients of what is held, as far as they are summed
         stages = self.plan.stages
         ahead = self._backward_inputs_of(0, dh1, outputs)
-        back: list[Callable[[], None]] = []  # what is left to do of the stage before
         for index, stage in enumerate(stages):
+            more = index + 1 < len(stages)
             *lse, out, dout, q = self._arrive(index, ahead, held)
-            if self.overlap and index + 1 < len(stages):
-                ahead = self._backward_inputs_of(index + 1, dh1, outputs)
             outputs.before_kernel()
             dqs = self._stage_backward(stage, [dout, q, out, *lse], held, dheld)
             del lse, out, dout, q
@@ -119,13 +113,12 @@ class AttentionHalf(TiledProjections):
             for arrival in stage.releases:
                 del held[arrival]
             outputs.after_kernel()
-            back.append(self._send_back(stage, dqs, dkvs, dx))
-            while len(back) > (1 if self.overlap else 0):
-                back.pop(0)()
-            if not self.overlap and index + 1 < len(stages):
+            finish = self._send_back(stage, dqs, dkvs, dx)
+            if more and self.overlap:
                 ahead = self._backward_inputs_of(index + 1, dh1, outputs)
-        while back:
-            back.pop(0)()
+            finish()
+            if more and not self.overlap:
+                ahead = self._backward_inputs_of(index + 1, dh1, outputs)
         outputs.after_stages()
         self.x = None
         dh = self.norm_backward(dh1, dx)

@@ -274,11 +274,10 @@ class Attention:
     of sending those of each stage: two more buffers of a stage's KV heads at the peak, fewer
     exchanges. `auto`: as for hold_normed_input."""
     overlap_exchange: bool | Literal["auto"] = "auto"
-    """Project and send the heads of the next upipe stage before the kernel of this one, so that
-    exchanges run beside kernels, in both directions. Costs the buffers, sent and received, of one
-    more stage in forward and of two in backward: with one head per stage of 32 on 8 ranks 3
-    hidden-state-sized buffers at the peak. No effect on a single rank. `auto`: as for
-    hold_normed_input."""
+    """Exchange the heads of an upipe stage beside the projections of the stages before and after it,
+    instead of waiting for each. Nothing travels beside a kernel, which an exchange would slow down.
+    Costs one hidden-state-sized buffer at the peak with one head per stage of 32 on 8 ranks. No
+    effect on a single rank. `auto`: as for hold_normed_input."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
     whole on one, and stop if loss or gradients differ. A few seconds; no effect when

@@ -4,7 +4,7 @@
     linear         FLOP of the model's own tile functions over the rate of matrix products
     element-wise   bytes that their other operations move over the bandwidth of the GPU's memory
     launches       a few microseconds for each operation of a tile; many, where stages are
-    exchange       bytes sent over the link, with attention.overlap_exchange those that no kernel hides
+    exchange       bytes sent over the link, with attention.overlap_exchange those that no projection hides
     ring           transfers that no kernel hides, and sums of partial results
     the rest       only what does not fit beside the work that it runs beside
 
@@ -147,18 +147,16 @@ class Timer:
         costs, s = self.activations.projection_costs, self.sizes
         tokens = self.job.config.tiling.projection_tokens
         arrivals = self._arrivals()
-        work: list[tuple[Cost, float]] = [
-            (costs.query, len(self.stages)),
-            (costs.key_value, len(arrivals)),
-        ]
-        if self.job.hold_normed_input:
-            work.append((costs.norm, 1))
-        sent = 2 * sum(s.packed(stage.q_heads) for stage in self.stages)
-        sent += 2 * sum(s.packed(self.stages[a].kv_heads) for a in arrivals)
+        project = self._work(
+            [(costs.query, len(self.stages)), (costs.key_value, len(arrivals))], tokens
+        )
+        norm = self._work([(costs.norm, 1 if self.job.hold_normed_input else 0)], tokens)
+        heads = sum(s.packed(stage.q_heads) for stage in self.stages)
+        kv_heads = 2 * sum(s.packed(self.stages[a].kv_heads) for a in arrivals)
         seconds = self._kernel(0)
         ring = self._ring(seconds, s.itemsize) + self._ring_sums(backward=False)
-        exchange = self._exchange(sent, seconds)
-        return _sum([_Pass(seconds, exchange=exchange, ring=ring), self._work(work, tokens)])
+        exchange = self._exchange(heads + kv_heads) + self._exchange(heads, beside=project)
+        return _sum([_Pass(seconds, exchange=exchange, ring=ring), project, norm])
 
     def _backward(self) -> _Pass:
         costs, tiling, s = self.activations.projection_costs, self.job.config.tiling, self.sizes
@@ -166,24 +164,33 @@ class Timer:
         due = arrivals
         if not self.job.sum_kv_gradients:
             due = [arrival for stage in self.stages for arrival in stage.arrivals]
-        work: list[tuple[Cost, float]] = [
-            (costs.query, len(self.stages)),
-            (costs.key_value, len(arrivals)),
-            (costs.output_backward, len(self.stages)),
-            (costs.query_backward, len(self.stages)),
-            (costs.key_value_backward, len(due)),
-            (costs.norm_backward, 1),
-        ]
-        if self.job.hold_normed_input:
-            work.append((costs.norm, 1))
-        sent = 4 * sum(s.packed(stage.q_heads) for stage in self.stages)
-        sent += 2 * sum(s.packed(self.stages[a].kv_heads) for a in [*arrivals, *due])
+        stages, tokens = len(self.stages), tiling.projection_tokens
+        project = self._work(
+            [
+                (costs.output_backward, stages),
+                (costs.query, stages),
+                (costs.key_value, len(arrivals)),
+            ],
+            tokens,
+        )
+        finish = self._work(
+            [(costs.query_backward, stages), (costs.key_value_backward, len(due))], tokens
+        )
+        heads = sum(s.packed(stage.q_heads) for stage in self.stages)
+        kv_heads, dkv_heads = (
+            2 * sum(s.packed(self.stages[a].kv_heads) for a in each) for each in (arrivals, due)
+        )
+        exchange = self._exchange(3 * heads + kv_heads, beside=finish)
+        exchange += self._exchange(heads + dkv_heads, beside=project)
         seconds = self._kernel(1)
         ring = self._ring(seconds, s.itemsize + s.wide) + self._ring_sums(backward=True)
+        norms = [(costs.norm_backward, 1), (costs.norm, 1 if self.job.hold_normed_input else 0)]
         return _sum(
             [
-                _Pass(seconds, exchange=self._exchange(sent, seconds), ring=ring),
-                self._work(work, tiling.projection_tokens),
+                _Pass(seconds, exchange=exchange, ring=ring),
+                project,
+                finish,
+                self._work(norms, tokens),
                 self._work([(self.activations.mlp_costs[1], 1)], tiling.mlp_tokens),
             ]
         )
@@ -226,14 +233,15 @@ class Timer:
 
     # -- what travels
 
-    def _exchange(self, sent: int, kernels: float) -> float:
-        """Overlapped, what the first stage needs and the last one gives has no kernel to run beside."""
+    def _exchange(self, sent: int, beside: _Pass | None = None) -> float:
+        """Of all stages. beside: the work that it overlaps, but for one stage: what the first one needs and the
+        last one gives."""
         u, stages = self.job.ulysses, len(self.stages)
         seconds = sent * (u - 1) / u / self._link(u)
-        if not self.job.overlap_exchange:
+        if not self.job.overlap_exchange or beside is None:
             return seconds
-        inner = seconds * (stages - 1) / stages
-        return seconds - inner + max(0.0, inner - kernels * (stages - 1) / stages)
+        inner = (stages - 1) / stages
+        return seconds * (1 - inner) + max(0.0, seconds - beside.total) * inner
 
     def _link(self, ranks: int) -> float:
         """Bytes per second of a group of neighbours."""

@@ -38,12 +38,30 @@ def test_a_block_takes_what_was_measured_on_h200(
     assert planned == pytest.approx(seconds, rel=0.03)
 
 
-def test_overlapped_exchanges_leave_those_of_the_first_and_last_stage() -> None:
-    exchange = "exchange, not hidden"
-    settings = {"training.seq_len": 2**20, "attention.overlap_exchange": False}
-    plain = plan(settings).time.parts[exchange]
-    hidden = plan({**settings, "attention.overlap_exchange": True}).time.parts[exchange]
-    assert hidden == pytest.approx(plain / 4)  # of four stages
+def exchange_of(overlapped: bool, gpus: int = 8, **settings: object) -> float:
+    keys = {
+        "training.seq_len": 2**20,
+        "attention.sum_kv_gradients": True,
+        "attention.overlap_exchange": overlapped,
+    }
+    made = plan({**keys, **settings}, gpus=gpus)
+    return made.time.parts["exchange, not hidden"]
+
+
+def test_overlapped_exchanges_leave_what_no_projection_runs_beside() -> None:
+    # In hidden-state buffers: forward q, k and v there and out back, backward q, out, its gradient, k and v
+    # there and dq, dk and dv back. Of four stages those there in forward stay, and a fourth of the others.
+    forward, back, backward, returned = 1.5, 1.0, 3.5, 1.5
+    plain, hidden = exchange_of(False), exchange_of(True)
+    left = forward + (back + backward + returned) / 4
+    assert hidden / plain == pytest.approx(left / (forward + back + backward + returned))
+
+
+def test_over_a_network_projections_hide_a_part_of_the_exchanges() -> None:
+    across = {"parallelism.context_parallel_degree": 16, "gpus": 16}
+    across["parallelism.context_parallel_ulysses_degree"] = 16
+    plain, hidden = exchange_of(False, **across), exchange_of(True, **across)
+    assert 0.5 < hidden / plain < 1
 
 
 def test_a_ring_pays_for_its_sums() -> None:

@@ -35,11 +35,9 @@ def forward(ledger: Ledger, s: Sizes) -> None:
     stages = s.plan.stages
     hold_normed_input(ledger, s)
     _inputs_of(ledger, s, stages[0])
-    under_way = 0
     for index, stage in enumerate(stages):
+        more = index + 1 < len(stages)
         _arrive(ledger, s, stage)
-        if s.overlaps and index + 1 < len(stages):
-            _inputs_of(ledger, s, stages[index + 1])
         out = s.mine(stage.q_heads)
         _stage_forward(ledger, s, stage)
         ledger.take("attention output", s.lse(len(stage.q_heads[0])))
@@ -52,12 +50,11 @@ def forward(ledger: Ledger, s: Sizes) -> None:
                 ledger.take("attention output", s.packed(stage.q_heads))
         else:
             ledger.take("attention output", out)
-        ledger.free("out", under_way if s.overlaps else out)
-        under_way = out
-        if not s.overlaps and index + 1 < len(stages):
+        if more and s.overlaps:
             _inputs_of(ledger, s, stages[index + 1])
-    if s.overlaps:
-        ledger.free("out", under_way)
+        ledger.free("out", out)
+        if more and not s.overlaps:
+            _inputs_of(ledger, s, stages[index + 1])
     if s.hold_normed_input:
         ledger.free("normed input")
     add_outputs(ledger, s)
@@ -101,27 +98,19 @@ class _Backward:
         ledger.take("dx", s.hidden)
         hold_normed_input(ledger, s)
         self._inputs_of(stages[0])
-        back: int | None = None  # the stage whose gradients are under way
         for index, stage in enumerate(stages):
             self._arrive(stage)
             more = index + 1 < len(stages)
-            if s.overlaps and more:
-                self._inputs_of(stages[index + 1])
             self.outputs.before_kernel()
             self._stage(stage)
             self._let_go_of_inputs(stage)
             self.outputs.after_kernel()
             self._send_back(stage)
-            if not s.overlaps:
-                self._finish(stage)
-                if more:
-                    self._inputs_of(stages[index + 1])
-                continue
-            if back is not None:
-                self._finish(stages[back])
-            back = index
-        if back is not None:
-            self._finish(stages[back])
+            if more and s.overlaps:
+                self._inputs_of(stages[index + 1])
+            self._finish(stage)
+            if more and not s.overlaps:
+                self._inputs_of(stages[index + 1])
         self.outputs.after_stages()
         if s.hold_normed_input:
             ledger.free("normed input")
