@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchtitan_lc.dry_run.compare import NAME
 from torchtitan_lc.launch import main
@@ -27,11 +29,14 @@ def launch(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("kernel", ["job", "stand_in"])
 def test_what_the_allocator_says_is_what_was_planned(kernel: str, tmp_path: Path) -> None:
+    gc.collect()
+    there = torch.cuda.memory_allocated()  # of tests before, and cuBLAS's workspace
     code, found = launch(tmp_path, "--dry_run.kernel", kernel, "--dry_run.memory_limit_gib", "70")
     assert code == 0 and found["tensors"] == "real"
     figures = found["figures"]
     assert -1 <= figures["peak allocated"]["plan_off_by_percent"] <= 3
-    assert figures["allocated after building"]["plan_off_by_percent"] == pytest.approx(0, abs=1)
+    built = figures["allocated after building"]
+    assert built["measured"] - there == pytest.approx(built["planned"], rel=0.01)
     reserved = figures["peak reserved"]["measured"]
     assert figures["peak allocated"]["measured"] <= reserved <= found["limit"]
     assert figures["host: offloaded activations"]["plan_off_by_percent"] == pytest.approx(0, abs=1)

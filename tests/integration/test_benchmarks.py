@@ -88,12 +88,14 @@ def test_bench_peers_compares_on_real_ranks_and_says_which_peer_cannot_be_had(
     record = _run(
         *("bench_peers", tmp_path, *TINY, "--ranks", "2", "--seq_lens", "128"),
         *("--kernels", "cpu", "--published_kernels", "cpu", "--peer_kernels", "cpu"),
-        *("--peers", "torch_cp:allgather:gqa"),
+        *("--compile", "on", "--backend", "eager", "--peers", "torch_cp:allgather:gqa:selective"),
         ranks=2,
     )
     ours, published, torch_cp = record["cases"]
     assert record["peers"] == "real ranks"
     assert set(ours["time_of_others"]) == {"published, cpu"} and published["seconds"]["min"] > 0
+    assert torch_cp["mode"] == "selective" and torch_cp["compile"]
+    assert ours["compile"] and not published["compile"]
     # It has no CPU kernel; on a GPU this is a measurement.
     assert "flash_attention_for_cpu" in torch_cp["error"]
 
