@@ -38,6 +38,11 @@ ROPE = Rope(HEAD_DIM, 500_000.0)
 HEADS = [(8, 8), (8, 2), (6, 2), (7, 1), (9, 3), (14, 2)]
 ROWS = ("one document", "packed", "padded")
 TOLERANCE = 1e-5
+SCHEDULES: dict[str, set[str]] = {
+    "lean": set(),
+    "overlapped": {"overlap_exchange"},
+    "fast": {"hold_normed_input", "sum_kv_gradients", "overlap_exchange"},
+}
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,11 @@ class Case:
             n_kv_heads=self.n_kv_heads,
             head_dim=HEAD_DIM,
             norm=Projection(f.norm, (Weight(norm),)),
-            query=Projection(f.query, (Weight(wq, 0),)),
-            key_value=Projection(f.key_value, (Weight(wk, 0), Weight(wv, 0))),
-            output=Projection(f.output, (Weight(wo, 1),)),
+            query=Projection(f.query, (Weight(wq, 0),), f.gradients.query),
+            key_value=Projection(
+                f.key_value, (Weight(wk, 0), Weight(wv, 0)), f.gradients.key_value
+            ),
+            output=Projection(f.output, (Weight(wo, 1),), f.gradients.output),
             scale=HEAD_DIM**-0.5,
             causal=self.causal,
         )
@@ -105,12 +112,11 @@ def run(strategy: Any, case: Case, x: Tensor, positions: Tensor, documents: Any,
 
 
 def check(
-    name: str, ulysses: Peers, ring: Peers, heads_per_stage: int, case: Case, fast: bool
+    name: str, ulysses: Peers, ring: Peers, heads_per_stage: int, case: Case, schedule: str
 ) -> None:
-    """fast: with all that spends memory on time."""
     label = (
         f"{name} U{ulysses.ranks} R{ring.ranks} n{heads_per_stage} {case.n_heads}/{case.n_kv_heads} "
-        f"{'fast' if fast else 'lean'}"
+        f"{schedule}"
     )
     documents = Documents.from_positions(case.positions)
     want = run(Local(Math()), case, case.x, case.positions, documents, case.dy)
@@ -122,9 +128,10 @@ def check(
         ring=ring,
         heads_per_stage=heads_per_stage,
         tile_tokens=7,
-        hold_normed_input=fast,
-        sum_kv_gradients=fast,
-        overlap_exchange=fast,
+        **{
+            key: key in SCHEDULES[schedule]
+            for key in ("hold_normed_input", "sum_kv_gradients", "overlap_exchange")
+        },
     )
     layout = strategy.layout
     rank = ring.rank * ulysses.ranks + ulysses.rank
@@ -185,7 +192,7 @@ def _table(rank: int, world_size: int) -> int:
     for heads, rows, causal in itertools.product(HEADS, ROWS, (True, False)):
         case = make_case(heads, rows, causal)
         for plan in plans:
-            check(*plan, case, fast=done % 2 == (done // len(plans)) % 2)
+            check(*plan, case, list(SCHEDULES)[done % len(SCHEDULES)])
             done += 1
     return done
 
@@ -201,8 +208,8 @@ def _odd_groups(rank: int, world_size: int) -> None:
     everyone = Peers(world_size, rank, dist.group.WORLD)
     case = make_case((14, 7), "packed", True)
     for plan in [("ulysses", everyone, ALONE, 1), ("upipe", everyone, ALONE, 2)]:
-        check(*plan, case, fast=False)
-        check(*plan, case, fast=True)
+        for schedule in SCHEDULES:
+            check(*plan, case, schedule)
 
 
 def test_a_group_that_the_ranks_cut_keeps_its_kv_head() -> None:

@@ -9,7 +9,7 @@ layout (one block per owner, see comm.py), and dq, dk, dv are turned into the gr
 input stage by stage (projecting.py). With sum_kv_gradients, dk and dv of a group are first summed over
 its stages, which needs two more buffers of KV heads and fewer exchanges. With overlap_exchange what comes
 of a stage returns while the next one's heads are projected, and in backward these are on their way while
-what has returned is turned into the gradient of the normed input. Nothing travels while a kernel runs:
+what has returned is turned into the gradient of the normed input. No heads travel while a kernel runs:
 an exchange that meets a kernel of long-lived thread blocks may start on one rank and not on the other,
 and occupies multiprocessors there until the kernel has ended.
 
@@ -129,6 +129,7 @@ class AttentionHalf(TiledProjections):
     ) -> list[Travelling | Tensor]:
         """lse, and on their way: out, its gradient, q, and k and v if they arrive with this stage."""
         stage = self.plan.stages[index]
+        inputs = self._inputs_of(index)  # first: out may be on its way from the host meanwhile
         exchange = self.exchange(stage.q_heads)
         out_packed, lse = outputs.take()
         dout = exchange.seq_to_heads(
@@ -136,7 +137,7 @@ class AttentionHalf(TiledProjections):
         )
         out = exchange.seq_to_heads(out_packed, overlap=self.overlap)
         del out_packed
-        return [lse, out, dout, *self._inputs_of(index)]
+        return [lse, out, dout, *inputs]
 
     def _stage_backward(
         self,

@@ -32,7 +32,7 @@ class StagedStrategy:
     Three that spend memory on time: hold_normed_input keeps the normed input from the first projection
     to the last, instead of making it again by tiles for each; sum_kv_gradients sums the gradients of K
     and V over the stages that use them before they travel, instead of sending each; overlap_exchange
-    exchanges while the kernel of another stage runs, with the buffers of one more stage.
+    exchanges beside the projections of other stages, with the buffers of one more stage between kernels.
     """
 
     name = "staged"

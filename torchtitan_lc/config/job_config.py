@@ -274,9 +274,8 @@ class Attention:
     of sending those of each stage: two more buffers of a stage's KV heads at the peak, fewer
     exchanges. `auto`: as for hold_normed_input."""
     overlap_exchange: bool | Literal["auto"] = "auto"
-    """Exchange the heads of an upipe stage beside the projections of the stages before and after it,
-    instead of waiting for each. Nothing travels beside a kernel, which an exchange would slow down.
-    Costs one hidden-state-sized buffer at the peak with one head per stage of 32 on 8 ranks. No
+    """Exchange the heads of an upipe stage beside projections, in forward those that come back, instead
+    of waiting for each. No heads travel beside a kernel, which they would slow down. Costs one hidden-state-sized buffer at the peak with one head per stage of 32 on 8 ranks. No
     effect on a single rank. `auto`: as for hold_normed_input."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and

@@ -28,8 +28,8 @@ def init_distributed(
         os.environ.setdefault(key, value)
     # NCCL's flight recorder keeps the last collectives for the dump that a timeout writes.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(trace_buffer_size))
-    # An exchange beside an attention kernel would wait until the last of the kernel's thread blocks has
-    # started, and the peers' side of it would occupy multiprocessors all that time, waiting.
+    # FSDP2's collectives run beside attention kernels: with normal priority they would wait until the last of
+    # a kernel's thread blocks has started, and the peers' side would occupy multiprocessors meanwhile.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     device = torch.device("cpu")
     if device_type == "cuda":

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._mode_utils import no_dispatch
 
-from torchtitan_lc.plan.kernels import Kernel, Operation, needed, saved, scheduled
+from torchtitan_lc.plan.kernels import Kernel, Operation, nbytes, needed, saved, scheduled
 from torchtitan_lc.tools.meter import OnMeta, is_product
 
 _aten = torch.ops.aten
@@ -30,6 +30,17 @@ _LIKE_A_SHAPE = {
     for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
                  "empty_like", "full_like", "ones_like", "zeros_like")
 }  # fmt: skip
+_CALLED = {
+    getattr(_aten, name)
+    for name in ("convolution", "sort", "topk", "scaled_dot_product_attention",
+                 "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
+                 "_scaled_dot_product_efficient_attention")
+}  # fmt: skip
+
+
+def _is_called(func: Any) -> bool:
+    """Inductor has no code of its own for it: operations of other libraries, and some of torch's."""
+    return func.namespace not in ("aten", "prims") or func.overloadpacket in _CALLED
 
 
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,11 +86,14 @@ class _Graph:
         """``buffers`` has those of given values; afterwards, of all that are left."""
         for kernel in self.kernels:
             for value, over in kernel.writes.items():
-                like = self.tensors[value]
-                buffers[value] = torch.empty_like(like) if over is None else buffers[over]
+                buffers[value] = self._new(value) if over is None else buffers[over]
             for value in kernel.frees:
                 buffers.pop(value, None)
         return tuple(None if x is None else x.of(buffers[x.value]) for x in self.results)
+
+    def _new(self, value: int) -> Tensor:
+        like = self.tensors[value]  # perhaps a part of what it lies in
+        return torch.empty(nbytes(like) // like.element_size(), dtype=like.dtype, device="meta")
 
 
 class _Operations(OnMeta):
@@ -118,7 +132,7 @@ class _Operations(OnMeta):
             operation = Operation(
                 frozenset(value for value, _ in reads),
                 tuple(self.new(x) for x in made),
-                product=is_product(func),
+                product=is_product(func) or _is_called(func),
                 reduces=max(x.numel() for x in made) < largest,
                 in_part=frozenset(v for v, numel in reads if numel != self.tensors[v].numel()),
             )
@@ -171,9 +185,15 @@ class _Fused(torch.autograd.Function):
         return None, *ctx.compiled.backward.run(buffers)
 
 
+def _alike(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 def _compiled(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> _Compiled:
     trace = _Operations()
-    given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    # Tensors of its own: what autograd keeps of the trace must not keep those that are counted.
+    with no_dispatch():
+        given = [_alike(x).requires_grad_(x.requires_grad) for x in inputs]
     for x in given:
         trace.new(x)
     with trace:

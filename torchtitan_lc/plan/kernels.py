@@ -20,8 +20,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Operation:
-    """product: of matrices. in_part: of what it reads, that of which it reads a part or in another order.
-    reduces: what it makes is smaller than what it reads."""
+    """product: of matrices, or another operation that inductor calls as it is. in_part: of what it reads,
+    that of which it reads a part or in another order. reduces: what it makes is smaller than what it reads."""
 
     reads: frozenset[int]
     makes: tuple[int, ...]

@@ -147,9 +147,7 @@ class Timer:
         costs, s = self.activations.projection_costs, self.sizes
         tokens = self.job.config.tiling.projection_tokens
         arrivals = self._arrivals()
-        project = self._work(
-            [(costs.query, len(self.stages)), (costs.key_value, len(arrivals))], tokens
-        )
+        project = self._projecting()
         norm = self._work([(costs.norm, 1 if self.job.hold_normed_input else 0)], tokens)
         heads = sum(s.packed(stage.q_heads) for stage in self.stages)
         kv_heads = 2 * sum(s.packed(self.stages[a].kv_heads) for a in arrivals)
@@ -165,14 +163,7 @@ class Timer:
         if not self.job.sum_kv_gradients:
             due = [arrival for stage in self.stages for arrival in stage.arrivals]
         stages, tokens = len(self.stages), tiling.projection_tokens
-        project = self._work(
-            [
-                (costs.output_backward, stages),
-                (costs.query, stages),
-                (costs.key_value, len(arrivals)),
-            ],
-            tokens,
-        )
+        project = _sum([self._projecting(), self._work([(costs.output_backward, stages)], tokens)])
         finish = self._work(
             [(costs.query_backward, stages), (costs.key_value_backward, len(due))], tokens
         )
@@ -194,6 +185,12 @@ class Timer:
                 self._work([(self.activations.mlp_costs[1], 1)], tiling.mlp_tokens),
             ]
         )
+
+    def _projecting(self) -> _Pass:
+        """q of all stages, k and v where they arrive."""
+        costs, tokens = self.activations.projection_costs, self.job.config.tiling.projection_tokens
+        work = [(costs.query, len(self.stages)), (costs.key_value, len(self._arrivals()))]
+        return self._work(work, tokens)
 
     def _arrivals(self) -> list[int]:
         return [index for index, stage in enumerate(self.stages) if any(stage.kv_heads)]
@@ -302,7 +299,10 @@ class Timer:
         return late + waits + max(0.0, inputs / rate - hides)
 
     def _between_kernels(self) -> float:
-        """Seconds of a layer's backward in which neither attention's kernel nor the MLP half runs."""
+        """Seconds of a layer's backward from a stage's kernel to the use of the next one's outputs, of all
+        stages."""
+        if self.job.overlap_exchange:  # outputs are needed before what is turned into gradients
+            return self._projecting().total
         backward = self._backward()
         mlp = self._tiles(self.activations.mlp_costs[1], self.job.config.tiling.mlp_tokens)
         return backward.total - backward.attention - mlp

@@ -133,7 +133,7 @@ AGAIN = BLOCKS * 3
         (Case(strategy="ulysses", split=True), 4.7, 1.05, 9.55, INPUTS + BLOCKS * 2),
         (Case(early=True), 4.7, 1.05, 7.85, INPUTS + OUTPUTS),
         (Case(early=True, overlap=True), 4.7, 1.05, 7.9, INPUTS + OUTPUTS),
-        (Case(overlap=True), 4.7, 1.05, 6.7, INPUTS + OUTPUTS + AGAIN),
+        (Case(overlap=True), 4.7, 1.05, 6.65, INPUTS + OUTPUTS + AGAIN),
         (Case(every=2), 4.7, 1.05, 6.6, None),
         (Case(every=2, mode="full"), 4.45, 1.05, 6.6, None),
         (Case(offload=False), 9.2, 6.8, 11.05, 0),

@@ -18,9 +18,11 @@ from torchtitan_lc.attention.base import ALONE
 from torchtitan_lc.attention.kernels import CpuFlash
 from torchtitan_lc.attention.upipe import UPipe
 from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
-from torchtitan_lc.models.decoder.functions import Functions
+from torchtitan_lc.models.decoder.args import DecoderArgs
+from torchtitan_lc.models.decoder.functions import RECOMPUTED, Functions
 from torchtitan_lc.models.decoder.model import Decoder
 from torchtitan_lc.ops.norm import rms_norm
+from torchtitan_lc.ops.rope import Rope
 from torchtitan_lc.ops.tiled import leaf, vjp
 
 ARGS = dataclasses.replace(FLAVORS["gqa"], n_layers=1)
@@ -29,7 +31,6 @@ VARIANTS = {
     "qwen2": dataclasses.replace(ARGS, qkv_bias=True),
     "qwen3": dataclasses.replace(ARGS, qk_norm=True),
 }
-PROJECTIONS = ("query", "key_value", "output", "mlp_half")
 
 
 def inputs(f: Functions, name: str) -> list[Tensor]:
@@ -61,7 +62,7 @@ def gradients_by(fn: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("name", RECOMPUTED)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gradients_are_those_of_the_function(
     variant: str, name: str, backend: str | None
@@ -125,6 +126,21 @@ class PostNorm(Functions):
         )
 
 
+class MadeOfAnother(Functions):
+    """An MLP half that goes on with what `output` gives."""
+
+    def mlp_half(self, h: Tensor, scale: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        heads = h.unflatten(-1, (-1, self.head_dim))
+        return super().mlp_half(h, scale, w1, w2, w3) * self.output(heads, w2 @ w1).square()
+
+
+class AnothersWeight(Functions):
+    """A query that multiplies as the key does, and goes on."""
+
+    def query(self, x: Tensor, cos_sin: Tensor, *weights: Tensor) -> Tensor:
+        return super().query(x, cos_sin, *weights) * self._heads(self.linears["wk"](x, *weights))
+
+
 class ScaledHeads(Functions):
     """A part of `query` and `key_value` of its own, which is not linear."""
 
@@ -132,33 +148,67 @@ class ScaledHeads(Functions):
         return super()._heads(x).tanh()
 
 
-@pytest.mark.parametrize(
-    ("functions", "name", "left_out"),
-    [
-        (PostNorm, "mlp_half", {"wq", "wk", "wv", "wo"}),
-        (ScaledHeads, "query", set()),
-        (ScaledHeads, "key_value", set()),
-    ],
-)
-def test_what_a_subclass_brings_runs_whole(
-    functions: type[Functions], name: str, left_out: set[str]
+class NormalisingRope(Rope):
+    def rotate(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        return F.normalize(super().rotate(x, cos_sin), dim=-1)
+
+
+class OwnRope(Functions):
+    def __init__(self, args: DecoderArgs) -> None:
+        super().__init__(args)
+        self.rope = NormalisingRope(args.head_dim, args.rope_theta, args.rope_scaling)
+
+
+def changed_here(args: DecoderArgs) -> Functions:
+    """An object, not a class, with a part of its own."""
+    made = Functions(args)
+    heads = made._heads
+    made._heads = lambda x: heads(x).tanh()  # type: ignore[method-assign]
+    return made
+
+
+OWN: list[tuple[Callable[[DecoderArgs], Functions], set[str]]] = [
+    (PostNorm, {"mlp_half"}),
+    (MadeOfAnother, {"mlp_half"}),
+    (AnothersWeight, {"query"}),
+    (ScaledHeads, {"query", "key_value"}),
+    (OwnRope, {"query", "key_value"}),
+    (changed_here, {"query", "key_value"}),
+]
+
+
+def flops(fn: Callable[..., Any], tensors: list[Tensor]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        fn(*tensors)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize(("make", "own"), OWN)
+def test_what_a_model_brings_runs_whole_and_the_rest_does_not(
+    make: Callable[[DecoderArgs], Functions], own: set[str], name: str
 ) -> None:
-    f = functions(ARGS)
+    f = make(ARGS)
     tensors = inputs(f, name)
-    want = gradients_by(getattr(f, name), tensors)
-    for x, exact in zip(gradients_by(getattr(f.gradients, name), tensors), want, strict=True):
+    whole, alone = getattr(f, name), getattr(f.gradients, name)
+    want = gradients_by(whole, tensors)
+    for x, exact in zip(gradients_by(alone, tensors), want, strict=True):
         torch.testing.assert_close(x, exact, rtol=1e-12, atol=1e-12)
-    assert left_out <= {n for n, linear in f.gradients.linears.items() if linear is not F.linear}
+    assert (flops(alone, tensors) == flops(whole, tensors)) == (name in own)
+
+
+def double(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, 2 * weight, bias)
 
 
 def test_other_products_are_asked_for_their_gradients_whole() -> None:
     """Float8's, say: which gradients they have is their own affair."""
-
-    def double(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, 2 * weight, bias)
-
-    plain = Functions(ARGS)
-    assert plain.gradients.linears["w2"] is not F.linear
-    changed = plain.with_linear(double, ["w2"])
-    assert changed.gradients.linears["w2"] is double
-    assert changed.gradients.linears["wo"] is not F.linear
+    f = Functions(ARGS)
+    f.compile("aot_eager")
+    changed = f.with_linear(double, ["w2"])
+    tensors = inputs(f, "mlp_half")
+    assert flops(changed.gradients.mlp_half, tensors) == flops(changed.mlp_half, tensors)
+    twice = [*tensors[:3], 2 * tensors[3].detach(), tensors[4]]
+    torch.testing.assert_close(changed.mlp_half(*tensors), Functions(ARGS).mlp_half(*twice))
+    out = inputs(f, "output")
+    assert flops(changed.gradients.output, out) == 0 < flops(changed.output, out)

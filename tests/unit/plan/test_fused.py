@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from torchtitan_lc.models.decoder.functions import Functions
 from torchtitan_lc.models.llama3 import FLAVORS
+from torchtitan_lc.ops.linear import gradients_of
 from torchtitan_lc.ops.rope import Rope
 from torchtitan_lc.ops.tiled import leaf, vjp
 from torchtitan_lc.plan.fused import fused
@@ -248,3 +250,44 @@ def test_a_plan_of_a_compiled_job_loads_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_is_written_in_part_lies_in_a_whole_buffer() -> None:
+    """Rope on some of a head's dimensions, say."""
+
+    def partly(x: Tensor, gate: Tensor) -> Tensor:
+        y = x @ gate
+        y[..., : INNER // 4] = y[..., : INNER // 4].sin()
+        return y
+
+    assert forward_peak(partly, meta(TOKENS, WIDTH), meta(WIDTH, INNER)) in (WIDE, 2 * WIDE)
+
+
+def test_an_operation_of_another_library_is_a_kernel_of_its_own() -> None:
+    with torch.library._scoped_library("fused_test", "DEF") as library:
+        library.define("gate(Tensor x) -> Tensor")
+        library.impl("gate", torch.empty_like, "Meta")
+
+        def gated_by_it(x: Tensor) -> Tensor:
+            return torch.ops.fused_test.gate(x.square()).square()
+
+        # What it reads, what it gives; then that and the result, or one over the other.
+        assert forward_peak(gated_by_it, meta(TOKENS, WIDTH)) == 2 * HIDDEN
+
+
+def test_buffers_are_gone_without_the_garbage_collector() -> None:
+    linear = gradients_of(F.linear)  # a trace of an own autograd Function is a cycle
+
+    def twice(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x * 2, weight)
+
+    gc.disable()
+    try:
+        with Meter() as meter:
+            weight = leaf(meta(INNER, WIDTH))
+            given = meter.now
+            for _ in range(3):
+                vjp(fused(twice), [leaf(meta(TOKENS, WIDTH)), weight], [meta(TOKENS, INNER)])
+                assert meter.now == given
+    finally:
+        gc.enable()

@@ -120,6 +120,7 @@ class _Backward:
     def _inputs_of(self, stage: Stage) -> None:
         """AttentionHalf._backward_inputs_of."""
         ledger, s = self.ledger, self.s
+        _inputs_of(ledger, s, stage)
         self.outputs.take()
         output_backward(ledger, s, stage, self.weights)
         seq_to_heads(ledger, s, "dout", stage.q_heads)
@@ -127,7 +128,6 @@ class _Backward:
             ledger.take("out", s.mine(stage.q_heads))
             if not s.overlaps:
                 self.outputs.free(s.packed(stage.q_heads))
-        _inputs_of(ledger, s, stage)
 
     def _arrive(self, stage: Stage) -> None:
         """AttentionHalf._arrive: out, its gradient, and what forward has."""

@@ -25,6 +25,9 @@ from torchtitan_lc.ops.rope import Rope
 # The products of a block, by their weight's name in it. The head is none of them.
 LINEARS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
+# The functions that backward runs again for their gradients.
+RECOMPUTED = ("query", "key_value", "output", "mlp_half")
+
 
 class Functions:
     """linears: what multiplies with each of a block's weights, by the weight's name."""
@@ -35,29 +38,50 @@ class Functions:
         self.qk_norm = args.qk_norm
         self.rope = Rope(args.head_dim, args.rope_theta, args.rope_scaling)
         self.linears: dict[str, Linear] = dict.fromkeys(LINEARS, F.linear)
+        self._compiled: tuple[str, ...] = ()
 
     def with_linear(self, linear: Linear, names: Collection[str]) -> Functions:
-        """The same functions, not compiled yet, that multiply with the weights ``names`` by ``linear``."""
-        changed = copy.copy(self)
+        """The same functions, not compiled, that multiply with the weights ``names`` by ``linear``."""
+        changed = self._uncompiled()
         changed.linears = {**self.linears, **dict.fromkeys(names, linear)}
-        changed.__dict__.pop("gradients", None)
         return changed
 
     @cached_property
     def gradients(self) -> Functions:
         """The same functions for backward, which recomputes them for their gradients alone: products are
-        left out where only the output, which nobody reads, would need them.
+        left out whose output nobody reads. Made at first use: what is changed here later is not seen there.
 
         That holds for these functions, not for those that a subclass has in their place: they run whole.
         """
-        unread = {"wv": "key_value", "wo": "output", "w2": "mlp_half"}
-        if not self.qk_norm:  # its gradient needs what is normed
-            unread |= {"wq": "query", "wk": "key_value"}
+        changed = self._uncompiled()
+        unread = self._unread_products()
+        for function in RECOMPUTED:
+            alone = self._uncompiled()  # each its own: a subclass may make one of another
+            replaced = {name: gradients_of(self.linears[name]) for name in unread.get(function, ())}
+            alone.linears = {**self.linears, **replaced}
+            setattr(changed, function, getattr(alone, function))
+        return changed
+
+    def _unread_products(self) -> dict[str, tuple[str, ...]]:
+        """By function, the weights whose products its gradients don't need."""
+        ours = {name for name in vars(Functions) if self._is_ours(name)}
+        found: dict[str, tuple[str, ...]] = {"output": ("wo",), "mlp_half": ("w2",)}
+        if {"_rotated_heads", "_heads"} <= ours and type(self.rope) is Rope:
+            # A norm's gradient needs what is normed.
+            found["query"] = () if self.qk_norm else ("wq",)
+            found["key_value"] = ("wv",) if self.qk_norm else ("wk", "wv")
+        return {function: names for function, names in found.items() if function in ours}
+
+    def _is_ours(self, name: str) -> bool:
+        """False where a subclass or this object has another."""
+        inherited = getattr(type(self), name, None) is getattr(Functions, name)
+        return inherited and name not in vars(self)
+
+    def _uncompiled(self) -> Functions:
         changed = copy.copy(self)
-        changed.linears = {
-            name: gradients_of(linear) if self._is_ours(unread.get(name)) else linear
-            for name, linear in self.linears.items()
-        }
+        for name in ("gradients", *self._compiled):
+            vars(changed).pop(name, None)
+        changed._compiled = ()
         return changed
 
     def norm(self, h: Tensor, scale: Tensor) -> Tensor:
@@ -94,21 +118,12 @@ class Functions:
         """
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        recomputed = ("query", "key_value", "output", "mlp_half")
-        for functions, names in (
-            (self.gradients, recomputed),
-            (self, (*recomputed, "norm", "loss")),
-        ):
+        all_of_them = (*RECOMPUTED, "norm", "loss")
+        for functions, names in ((self.gradients, RECOMPUTED), (self, all_of_them)):
             for name in names:
                 compiled = torch.compile(getattr(functions, name), backend=backend, dynamic=False)
                 setattr(functions, name, compiled)
-
-    def _is_ours(self, function: str | None) -> bool:
-        """False where a subclass overrides it, or something that it is made of."""
-        if function is None:
-            return False
-        made_of = (function, "_rotated_heads", "_heads")
-        return all(getattr(type(self), name) is getattr(Functions, name) for name in made_of)
+            functions._compiled = names
 
     def _rotated_heads(
         self, name: str, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]
