@@ -275,8 +275,9 @@ class Attention:
     exchanges. `auto`: as for hold_normed_input."""
     overlap_exchange: bool | Literal["auto"] = "auto"
     """Exchange the heads of an upipe stage beside projections, in forward those that come back, instead
-    of waiting for each. No heads travel beside a kernel, which they would slow down. Costs one hidden-state-sized buffer at the peak with one head per stage of 32 on 8 ranks. No
-    effect on a single rank. `auto`: as for hold_normed_input."""
+    of waiting for each. No heads travel beside a kernel, which they would slow down. Costs one
+    hidden-state-sized buffer at the peak with one head per stage of 32 on 8 ranks. No effect on a
+    single rank. `auto`: as for hold_normed_input."""
     self_check: bool = True
     """Before training, run a cut-down copy of the model on a short row, spread over the ranks and
     whole on one, and stop if loss or gradients differ. A few seconds; no effect when
