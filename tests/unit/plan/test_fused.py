@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -171,13 +172,22 @@ def test_the_decoders_functions_give_the_shapes_that_they_gave(name: str) -> Non
         assert a is None or b is None or (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-@pytest.mark.parametrize("name", ["norm", "query", "key_value", "output", "mlp_half", "loss"])
+LLAMA: list[tuple[str, dict[str, Any]]] = [
+    (name, {}) for name in ("norm", "query", "key_value", "output", "mlp_half", "loss")
+]
+QWEN2, QWEN3 = {"qkv_bias": True}, {"qk_norm": True}
+OTHERS = [(name, variant) for name in ("query", "key_value") for variant in (QWEN2, QWEN3)]
+
+
+@pytest.mark.parametrize(("name", "variant"), LLAMA + OTHERS)
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_forward_saves_what_torchs_partitioner_saves(name: str, recomputed: bool) -> None:
-    """But for statistics of a row, a few bytes a token, which may be made again instead."""
-    fn, inputs = case(name, "cpu", recomputed)
+def test_forward_saves_what_torchs_partitioner_saves(
+    name: str, variant: dict[str, Any], recomputed: bool
+) -> None:
+    """But for statistics of a row or head, a few bytes a token, which may be made again instead."""
+    fn, inputs = case(name, "cpu", recomputed, variant)
     real = saved_by_torch(fn, inputs)
-    fn, inputs = case(name, "meta", recomputed)
+    fn, inputs = case(name, "meta", recomputed, variant)
     with Meter() as meter:
         y = fused(fn)(*inputs)
         outputs = y if isinstance(y, tuple) else (y,)
@@ -185,21 +195,36 @@ def test_forward_saves_what_torchs_partitioner_saves(name: str, recomputed: bool
     assert abs(ours - real) <= 5 * 4 * TOKENS + 8, f"{ours} bytes, torch {real}"
 
 
-def case(name: str, device: str, recomputed: bool = False) -> tuple[Any, list[Tensor]]:
+def test_the_gated_mlps_backward_holds_four_of_its_width() -> None:
+    """Both products of forward and their gradients: not also what is multiplied by w2, and its own."""
+    fn, inputs = case("mlp_half", "meta", recomputed=True)
+    with Meter() as meter:
+        vjp(fused(fn), inputs, [meta(1, TOKENS, WIDTH)])
+    assert 4 * WIDE < meter.peak < 5 * WIDE
+
+
+def case(
+    name: str, device: str, recomputed: bool = False, variant: dict[str, Any] | None = None
+) -> tuple[Any, list[Tensor]]:
     """A function of a decoder, and inputs of a tile."""
-    args = FLAVORS["8B"]
+    args = dataclasses.replace(FLAVORS["8B"], **(variant or {}))
     functions = Functions(args)
     if recomputed:
         functions = functions.gradients
     make = partial(torch.zeros, dtype=torch.bfloat16, device=device)
     d, heads = args.head_dim, 2
     h, scale = make(1, TOKENS, WIDTH), make(WIDTH)
-    to_heads, places = make(heads * d, WIDTH), torch.zeros(1, TOKENS, d, device=device)
+    places = torch.zeros(1, TOKENS, d, device=device)
+
+    def to_heads() -> list[Tensor]:
+        return [make(heads * d, WIDTH), *([make(heads * d)] if args.qkv_bias else [])]
+
+    normed = [make(d)] if args.qk_norm else []
     labels = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     inputs = {
         "norm": [h, scale],
-        "query": [h, places, to_heads],
-        "key_value": [h, places, to_heads, to_heads.clone()],
+        "query": [h, places, *to_heads(), *normed],
+        "key_value": [h, places, *to_heads(), *normed, *to_heads()],
         "output": [make(1, TOKENS, heads, d), make(WIDTH, heads * d)],
         "mlp_half": [h, scale, make(INNER, WIDTH), make(WIDTH, INNER), make(INNER, WIDTH)],
         "loss": [h, labels, scale, make(INNER, WIDTH)],
