@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.offloaded import build, loss_of
 from torchtitan_lc.attention.kernels import Math
@@ -29,4 +28,3 @@ def test_a_memory_snapshot_does_not_end_the_run(mode: str, tmp_path: Path) -> No
     (events, *_) = pickle.loads(file.read_bytes())["device_traces"]
     allocated = [event for event in events if event["action"] == "alloc"]
     assert any("tiled" in frame["filename"] for event in allocated for frame in event["frames"])
-    assert torch.cuda.memory_allocated() > 0

@@ -6,7 +6,8 @@
 
 Nothing here knows the functions, so a change of one changes the answer. The rules are those of torch 2.11
 and 2.13, read from code that inductor wrote for an H200. Not seen is what a kernel allocates for itself (sums
-over rows by parts: 16 MiB at a width of 4096), and that an operation written twice is done once.
+over rows by parts: 16 MiB at a width of 4096), that an operation written twice is done once, and which of
+torch's operations beside products of matrices inductor calls as they are (sorts, convolutions).
 """
 
 from __future__ import annotations
@@ -30,17 +31,6 @@ _LIKE_A_SHAPE = {
     for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
                  "empty_like", "full_like", "ones_like", "zeros_like")
 }  # fmt: skip
-_CALLED = {
-    getattr(_aten, name)
-    for name in ("convolution", "sort", "topk", "scaled_dot_product_attention",
-                 "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
-                 "_scaled_dot_product_efficient_attention")
-}  # fmt: skip
-
-
-def _is_called(func: Any) -> bool:
-    """Inductor has no code of its own for it: operations of other libraries, and some of torch's."""
-    return func.namespace not in ("aten", "prims") or func.overloadpacket in _CALLED
 
 
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +122,7 @@ class _Operations(OnMeta):
             operation = Operation(
                 frozenset(value for value, _ in reads),
                 tuple(self.new(x) for x in made),
-                product=is_product(func) or _is_called(func),
+                product=is_product(func) or func.namespace not in ("aten", "prims"),
                 reduces=max(x.numel() for x in made) < largest,
                 in_part=frozenset(v for v, numel in reads if numel != self.tensors[v].numel()),
             )

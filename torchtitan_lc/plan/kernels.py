@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Operation:
-    """product: of matrices, or another operation that inductor calls as it is. in_part: of what it reads,
+    """product: of matrices, or an operation of another library. in_part: of what it reads,
     that of which it reads a part or in another order. reduces: what it makes is smaller than what it reads."""
 
     reads: frozenset[int]

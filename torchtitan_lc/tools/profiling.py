@@ -97,8 +97,9 @@ def memory_snapshots(
             write(f"iteration_{step}")
         step += 1
 
-    # Stacks of allocations alone: checkpointing ends a recomputation by an exception, and collecting the
-    # stack of a tensor that is freed while it passes loses it ("returned NULL without setting an exception").
+    # Stacks of allocations alone. With those of frees a checkpointed run ended in "returned NULL without
+    # setting an exception" (torch 2.11), probably because recomputation ends by an exception, and tensors are
+    # freed while it passes.
     torch.cuda.memory._record_memory_history(context="alloc", max_entries=_MEMORY_EVENTS)
     try:
         yield step_done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,15 @@ def test_the_head_is_done_by_then_or_the_mlp_of_a_block_and_its_attention_has_no
         for end, part in last.items():
             if name.endswith(end):
                 parameter.register_post_accumulate_grad_hook(lambda _, p=part: order.append(p))
+    hooks: list[torch.Tensor] = []
+    register = torch.Tensor.register_hook
+
+    def registered(x: torch.Tensor, hook: Any) -> Any:
+        hooks.append(x)
+        return register(x, hook)
+
+    monkeypatch.setattr(torch.Tensor, "register_hook", registered)
     loss_of(model).backward()
+    assert len(hooks) == 1 + LAYERS, "none in recomputations"
     block = ["mlp", "released", "attention"]
     assert order == ["head", "released", *block * LAYERS, "embedding"]

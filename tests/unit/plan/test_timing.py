@@ -81,3 +81,18 @@ def test_a_layer_made_again_runs_without_its_attention() -> None:
     # 24 of 32 layers: MLP and output projection once more, at 620 TFLOP/s.
     flops = 24 * 2 * 2**17 * (3 * 4096 * 14336 + 4096 * 4096)
     assert again == pytest.approx(flops / 620e12, rel=0.01)
+
+
+def test_overlapped_outputs_fetched_late_have_less_to_hide_behind() -> None:
+    """They are needed before what returned is turned into gradients: on a B200 sooner than they come."""
+    late = {
+        "training.seq_len": 3 * 2**20,
+        "activation_offload.enable": True,
+        "activation_offload.early_fetch": False,
+        "attention.hold_normed_input": True,
+    }
+    waited, overlapped = (
+        plan({**late, "attention.overlap_exchange": overlap}, "b200_192gb").time.parts
+        for overlap in (False, True)
+    )
+    assert overlapped["offload, not hidden"] > waited["offload, not hidden"]
