@@ -37,14 +37,21 @@ from pathlib import Path
 
 from benchmarks import bench_train, limited
 from benchmarks.record import RESULTS, ROOT, Record, commit, environment, read, tokens, why, write
-from benchmarks.record_tables import exchange_table, long_table, loss_table, speed_table, table
+from benchmarks.record_tables import (
+    exchange_table,
+    long_table,
+    loss_table,
+    plan_table,
+    speed_table,
+    table,
+)
 from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.config.token_count import parse_token_count
 from torchtitan_lc.plan.hardware import GIB, TABLE, make_cluster
 from torchtitan_lc.plan.job import planned_model
 from torchtitan_lc.plan.planner import make_plan
 
-__all__ = ["exchange_table", "long_table", "loss_table", "speed_table", "table"]
+__all__ = ["exchange_table", "long_table", "loss_table", "plan_table", "speed_table", "table"]
 
 STARTUP = 40.0  # seconds from a launch to its first step, and what that one takes longer
 EXCHANGE = 45.0  # seconds of exchange.py

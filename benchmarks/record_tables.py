@@ -66,6 +66,26 @@ def long_table(results: Sequence[Record]) -> str:
     return markdown(headers, rows)
 
 
+def plan_table(results: Sequence[Record]) -> str:
+    """Every job that ran: the fullest GPU, and the seconds of its steps after the first, beside the plan."""
+    rows = []
+    for _, name, part in _parts(results, "lean|published|ulysses|equal|long"):
+        memory, plan, seconds = part.get("memory"), part.get("plan", {}), part.get("time_s")
+        if not memory:
+            continue
+        row = [f"`{name}`"]
+        for measured, planned in (
+            (memory.get("allocated_gib"), plan.get("allocated_gib")),
+            (seconds["median"] if seconds else None, plan.get("seconds")),
+        ):
+            both = measured is not None and planned is not None
+            off = f"{100 * (planned / measured - 1):+.1f} %" if both else ""
+            row += [number(measured, 2), number(planned if both else None, 2), off]
+        rows.append(row)
+    headers = ["part", "allocated, GiB", "planned", "off by", "s per step", "planned", "off by"]
+    return markdown(headers, rows)
+
+
 def loss_table(results: Sequence[Record]) -> str:
     """Losses of each strategy beside those of ulysses over all ranks."""
     rows = []
@@ -93,6 +113,7 @@ def exchange_table(results: Sequence[Record]) -> str:
 _TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "All layers": speed_table,
     "Long rows, a cut model": long_table,
+    "Beside the plan": plan_table,
     "Losses": loss_table,
     "Exchange": exchange_table,
 }

@@ -84,6 +84,8 @@ def test_the_tensor_cores_round_like_the_emulation(recipe: Any) -> None:
     real = run(Float8(enable=True, recipe_name=recipe))
     emulated = run(Float8(enable=True, recipe_name=recipe, emulate=True))
     # What differs is the order of sums, those of forward kept in fewer bits, and bf16. Where that moves a
-    # value over the middle between two of float8 its rounding differs, but most stay.
+    # value over the middle between two of float8 its rounding differs, but most stay. "tensorwise" has
+    # gradients in E5M2, whose values lie twice as far apart as E4M3's: 0.053 was seen on an H200.
+    bound = 0.1 if recipe == "tensorwise" else 0.05
     for error in errors(real, emulated):
-        assert error <= 0.05
+        assert error <= bound

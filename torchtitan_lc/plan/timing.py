@@ -26,8 +26,8 @@ from torchtitan_lc.tools.meter import Cost
 _BACKWARD = 2.5  # attention's backward in forwards: five matrix products for two
 _OF_BANDWIDTH = 0.85  # (d) of the memory's bandwidth is reached by element-wise kernels
 # (m) of element-wise time and launches is left by torch.compile: a block of 8B, 64K tokens of a rank, took
-# 0.676 s and compiled 0.639 s, with 4 heads a stage 0.662 s and 0.623 s.
-_COMPILED = 0.6
+# 0.649 s and compiled 0.601 s, with 4 heads a stage 0.642 s and 0.588 s.
+_COMPILED = 0.4
 PARTS = (
     "attention forward",
     "attention backward",

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import limited, record_8gpus
 from benchmarks.bench_train import peak_memory
 from benchmarks.record_8gpus import Part, estimate, parser, parts, visit
-from benchmarks.record_tables import long_table, loss_table, speed_table, table
+from benchmarks.record_tables import long_table, loss_table, plan_table, speed_table, table
 
 FACTS = {"script": "record_8gpus", "commit": "c0ffee", "date": "2026-12-01", "time": "10:00:00"}
 PLAN = {"hardware": "h200_141gb", "seconds": 10.0, "allocated_gib": 20.0, "host_gib": 100.0}
@@ -145,6 +145,9 @@ def test_tables_set_figures_beside_published_and_planned_ones(
     record["parts"]["long_upipe_3M"]["memory"] = {"allocated_gib": 20.5, "host_gib": 120.0}
     lines = long_table([record]).splitlines()
     assert lines[2].startswith("| 3M | upipe | 20.50 | 20.00 | 120.00 | 100.00 | 1.025 |")
+    rows = {row.split("`")[1]: row for row in plan_table([record]).splitlines()[2:]}
+    assert set(rows) == {"lean_128K", "long_upipe_3M"}, "what ran and said its memory"
+    assert rows["lean_128K"].endswith("| 23.00 | 20.00 | -13.0 % | 9.00 | 10.00 | +11.1 % |")
     record["parts"]["equal_usp_256K"]["steps"] = [{"loss": 12.0}, {"loss": 12.0}, {"loss": 12.003}]
     rows = {row.split("`")[1]: row for row in loss_table([record]).splitlines()[2:]}
     assert "NOT EQUAL: 3.0e-03" in rows["equal_usp_256K"]

@@ -13,12 +13,13 @@ from torchtitan_lc.plan.timing import Timer
 
 @pytest.mark.parametrize(
     ("heads", "compiled", "seconds"),
-    [(1, False, 0.676), (4, False, 0.662), (1, True, 0.639), (4, True, 0.623)],
+    [(1, False, 0.649), (4, False, 0.642), (1, True, 0.601), (4, True, 0.588)],
 )
 def test_a_block_takes_what_was_measured_on_h200(
     heads: int, compiled: bool, seconds: float
 ) -> None:
-    """8B, forward and backward, as rank 0 of 2 at 128K, flash-attn-4; peers took no time."""
+    """8B, forward and backward, as rank 0 of 2 at 128K, flash-attn-4; peers took no time
+    (block_8b_rank0of2_128k)."""
     settings = {
         "training.seq_len": 2**17,
         "parallelism.context_parallel_degree": 2,
@@ -31,10 +32,6 @@ def test_a_block_takes_what_was_measured_on_h200(
     parts = Timer(job, Activations(job), Sharded(job)).step().parts
     of_block = ("attention", "linear", "element-wise", "launches")
     planned = sum(s for name, s in parts.items() if name.startswith(of_block)) / 32
-    # The code of then also computed in backward what nobody read: w2, and query, key, value, output again.
-    args = job.model.args
-    unread = args.dim * (args.hidden_dim + 2 * (args.n_heads + args.n_kv_heads) * args.head_dim)
-    planned += 2 * unread * job.tokens / job.cluster.hardware.matrix_flops
     assert planned == pytest.approx(seconds, rel=0.03)
 
 
