@@ -49,7 +49,8 @@ def test_a_block_figure_is_that_of_the_fastest_case_with_its_source(tmp_path: Pa
     fast = _block(1.5, strategy="upipe:4", time_of_others=over(1.6), ceiling_fraction=_spread(0.9))
     failed = _block(0.1, error="out of memory", time_of_others=over(7.0))
     peer = _block(0.2, kind="published", time_of_others=over(8.0))
-    _two_ranks(tmp_path, [slow, fast, failed, peer])
+    kept = _block(0.3, offload=False, time_of_others=over(6.0))  # what long rows have no room for
+    _two_ranks(tmp_path, [slow, fast, failed, peer, kept])
     found = summarise(tmp_path)
     facts = {"source": "block.json", "commit": "c0ffee", "date": "2026-12-01"}
     assert found["speed.block_256k_ratio"] == {"value": 1.6, **facts, "device": "NVIDIA H200"}
