@@ -1,10 +1,11 @@
 """A transformer block, forward and backward: time, memory, and how close it comes to what its kernels allow.
 
-    torchrun --nproc_per_node 2 -m benchmarks.bench_block --name block_8b_2xh200 --ranks 2 \
-        --seq_lens 128K 256K 512K --strategies upipe:1 upipe:4 --kernels fa4 --offload on --compile on \
-        --published_kernels cudnn fa4
-    python -m benchmarks.bench_block --name block_8b_memory --ranks 8 --seq_lens 1M 5M \
-        --strategies upipe:1 ulysses --modes selective full --kernels stand-in --repeats 1
+    torchrun --nproc_per_node 2 -m benchmarks.bench_block --name block_8b_2xh200_256k --ranks 2 \
+        --seq_lens 256K --strategies upipe:4 --kernels fa4 --offload on off --compile on \
+        --published_kernels cudnn fa4 --hold_normed_input --overlap_exchange --early_fetch --skip_memory
+    python -m benchmarks.bench_block --name block_memory_5m --ranks 8 --layers 2 --seq_lens 5M \
+        --strategies upipe:1 --modes selective full --kernels stand-in --offload on \
+        --send_kv_gradients --mlp_tokens 8192 --repeats 0
 
 Under torchrun the ranks are real. Otherwise one process stands for rank 0 of --ranks on torch's fake process
 group: real shapes, allocations and kernels, but no peers, so exchanges take no time. Without FSDP: the

@@ -1,7 +1,8 @@
 """The same block on the same GPUs under this project, the published schedule and other projects.
 
     torchrun --nproc_per_node 2 -m benchmarks.bench_peers --name peers_8b_2xh200 --ranks 2 \
-        --seq_lens 128K 256K --kernels fa4 --offload on --compile on --published_kernels fa4 \
+        --seq_lens 128K 256K --strategies upipe:4 ulysses --kernels fa4 --offload on --compile on \
+        --hold_normed_input --overlap_exchange --early_fetch --published_kernels fa4 \
         --peers torch_cp:allgather:gqa:selective deepspeed --peer_kernels fa4
 
 peers.py says what each peer is and what is the same for all. Peers are compiled where --compile has "on", the

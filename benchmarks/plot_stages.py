@@ -1,6 +1,6 @@
 """Time and memory of a block by heads per stage, from one result of bench_block.py.
 
-    python -m benchmarks.plot_stages --name block_8b_2xh200
+    python -m benchmarks.plot_stages --name block_8b_2xh200_stages
 
 Draws NAME_stages.png: for each length the cases upipe:1, upipe:2, ... (and ulysses, which is all heads at
 once), time relative to the fastest of them against the peak of activations.

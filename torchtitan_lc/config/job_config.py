@@ -151,7 +151,7 @@ class Optimizer:
     """Keep the moments of AdamW and Adam in pinned host memory; a step brings those of one parameter
     after another to the GPU and back. Same numbers. Takes 2 values per parameter of a rank from GPU
     to host memory. Costs their way over the bus, both directions at once (AdamW in fp32: 8 bytes per
-    parameter of a rank; 0.17 s per 1e9 parameters on an H200), and while a step runs up to 4 times
+    parameter of a rank; planned 0.15 s per 1e9 parameters on an H200), and while a step runs up to 4 times
     the largest parameter's shard on the GPU. No effect with training.enable_cpu_offload, and under SGD."""
 
 
@@ -418,7 +418,8 @@ class Comm:
     """Time limits of collectives."""
 
     init_timeout_seconds: int = 300
-    """Limit until step 1 is done: start-up, loading and compiling may keep ranks waiting."""
+    """Limit until step 1 is done: start-up, loading and compiling may keep ranks waiting. That step has
+    long attention kernels, too: raise both limits where a layer of it takes minutes."""
     train_timeout_seconds: int = 1800
     """Limit after step 1. TorchTitan's 100 would end a healthy job here: a collective waits for the
     attention kernels queued before it, at millions of tokens for minutes. Lower it to notice a
@@ -452,7 +453,7 @@ class PlanMachine:
     network_gbs: float | None = None
     """GB/s that a GPU sends to other nodes."""
     pcie_gbs: float | None = None
-    """GB/s between a GPU and its host, each way, all GPUs copying at once."""
+    """GB/s between a GPU and its host, all GPUs copying one way at once."""
 
 
 @dataclass
