@@ -47,36 +47,56 @@ SCHEDULES: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Whole rows: x, dy [B, S, M] fp64; weights fp64; positions [B, S]; documents of the rows."""
+    """Whole rows: x, dy [B, S, M] fp64; weights by name, fp64; positions [B, S]; documents of the rows."""
 
     x: Tensor
     dy: Tensor
     positions: Tensor
-    weights: list[Tensor]
+    weights: dict[str, Tensor]
     n_heads: int
     n_kv_heads: int
     causal: bool
 
-    def projections(self, weights: list[Tensor]) -> Projections:
-        args = DecoderArgs(self.n_heads * HEAD_DIM, 1, self.n_heads, self.n_kv_heads, 8, 8)
+    def projections(self, weights: dict[str, Tensor]) -> Projections:
+        args = DecoderArgs(
+            self.n_heads * HEAD_DIM,
+            1,
+            self.n_heads,
+            self.n_kv_heads,
+            8,
+            8,
+            qkv_bias="bq" in weights,
+            qk_norm="nq" in weights,
+        )
         f = Functions(args)
-        norm, wq, wk, wv, wo = weights
+
+        def of(*names: str) -> tuple[Weight, ...]:
+            axes = {"w": 0, "b": 0, "n": None}
+            return tuple(Weight(weights[n], axes[n[0]]) for n in names if n in weights)
+
         return Projections(
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
             head_dim=HEAD_DIM,
-            norm=Projection(f.norm, (Weight(norm),)),
-            query=Projection(f.query, (Weight(wq, 0),), f.gradients.query),
-            key_value=Projection(
-                f.key_value, (Weight(wk, 0), Weight(wv, 0)), f.gradients.key_value
+            norm=Projection(f.norm, of("norm")),
+            query=Projection(
+                f.query, of("wq", "bq", "nq"), products=f.products("query"), after=f.after_query
             ),
-            output=Projection(f.output, (Weight(wo, 1),), f.gradients.output),
+            key_value=Projection(
+                f.key_value,
+                of("wk", "bk", "nk", "wv", "bv"),
+                products=f.products("key_value"),
+                after=f.after_key_value,
+            ),
+            output=Projection(f.output, (Weight(weights["wo"], 1),), f.gradients.output),
             scale=HEAD_DIM**-0.5,
             causal=self.causal,
         )
 
 
-def make_case(heads: tuple[int, int], rows: str, causal: bool) -> Case:
+def make_case(
+    heads: tuple[int, int], rows: str, causal: bool, biased: bool = False, normed: bool = False
+) -> Case:
     generator = torch.Generator().manual_seed(heads[0] * 10 + heads[1])
 
     def randn(*shape: int) -> Tensor:
@@ -85,13 +105,17 @@ def make_case(heads: tuple[int, int], rows: str, causal: bool) -> Case:
     seq_len = 41 if rows == "padded" else 48
     batch = 2 if rows == "packed" else 1
     n, m = heads
-    weights = [
-        1 + 0.1 * randn(WIDTH),
-        randn(n * HEAD_DIM, WIDTH) * 0.3,
-        randn(m * HEAD_DIM, WIDTH) * 0.3,
-        randn(m * HEAD_DIM, WIDTH) * 0.3,
-        randn(WIDTH, n * HEAD_DIM) * 0.3,
-    ]
+    weights = {
+        "norm": 1 + 0.1 * randn(WIDTH),
+        "wq": randn(n * HEAD_DIM, WIDTH) * 0.3,
+        "wk": randn(m * HEAD_DIM, WIDTH) * 0.3,
+        "wv": randn(m * HEAD_DIM, WIDTH) * 0.3,
+        "wo": randn(WIDTH, n * HEAD_DIM) * 0.3,
+    }
+    if biased:
+        weights |= {f"b{name}": randn(len(weights[f"w{name}"])) for name in "qkv"}
+    if normed:
+        weights |= {name: 1 + 0.1 * randn(HEAD_DIM) for name in ("nq", "nk")}
     starts = [[0, 1, 2, 12, 24, 25, 40], [0, 17]] if rows == "packed" else [[0]] * batch
     positions = torch.stack([_positions(s, seq_len) for s in starts])
     x, dy = randn(batch, seq_len, WIDTH), randn(batch, seq_len, WIDTH)
@@ -104,11 +128,11 @@ def _positions(starts: list[int], length: int) -> Tensor:
 
 def run(strategy: Any, case: Case, x: Tensor, positions: Tensor, documents: Any, dy: Tensor) -> Any:
     """Output, gradient of x, gradients of the weights."""
-    leaves = [w.to(x.dtype).requires_grad_() for w in case.weights]
+    leaves = {name: w.to(x.dtype).requires_grad_() for name, w in case.weights.items()}
     x = x.clone().requires_grad_()
     places = ROPE.cos_sin(positions, x.dtype)
     y = strategy.attend(x, places, case.projections(leaves), documents)
-    return y.detach(), *torch.autograd.grad(y, [x, *leaves], dy)
+    return y.detach(), *torch.autograd.grad(y, [x, *leaves.values()], dy)
 
 
 def check(
@@ -153,8 +177,7 @@ def check(
         parts = [torch.empty_like(mine) for _ in range(layout.ranks)]
         dist.all_gather(parts, mine.contiguous())
         _close(layout.unshard(parts)[:, :seq_len], whole, label, what)
-    names = ("norm", "wq", "wk", "wv", "wo")
-    for what, mine, whole in zip(names, dweights, want[2:], strict=True):
+    for what, mine, whole in zip(case.weights, dweights, want[2:], strict=True):
         dist.all_reduce(mine)
         _close(mine, whole, label, what)
 
@@ -203,6 +226,25 @@ def test_output_and_every_gradient_equal_one_rank(world_size: int) -> None:
     assert min(counts) == len(HEADS) * len(ROWS) * 2 * (8 if world_size == 4 else 4)
 
 
+def _biases_and_norms(rank: int, world_size: int) -> None:
+    """A KV head for all ranks, its gradients summed over its copies, and what comes after products."""
+    everyone = Peers(world_size, rank, dist.group.WORLD)
+    plans = [
+        ("ulysses", everyone, ALONE, 1),
+        ("upipe", everyone, ALONE, 1),
+        ("ring", ALONE, everyone, 1),
+    ]
+    for biased, normed in ((True, False), (False, True), (True, True)):
+        case = make_case((7, 1), "packed", True, biased, normed)
+        for plan, schedule in itertools.product(plans, ("lean", "fast")):
+            check(*plan, case, schedule)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_biases_and_norms_of_heads_have_their_gradients(world_size: int) -> None:
+    run_distributed(_biases_and_norms, world_size)
+
+
 def _odd_groups(rank: int, world_size: int) -> None:
     """7 KV heads of 2 query heads each on 2 ranks: the cut goes through a group, nothing is padded."""
     everyone = Peers(world_size, rank, dist.group.WORLD)
@@ -228,7 +270,7 @@ def _isolated(rank: int, world_size: int) -> None:
             layout = strategy.layout
             mine = _cut(layout, x.float(), rank)
             positions = layout.shard({"p": case.positions}, rank)["p"]
-            weights = [w.float() for w in case.weights]
+            weights = {name: w.float() for name, w in case.weights.items()}
             places = ROPE.cos_sin(positions)
             y = strategy.attend(mine, places, case.projections(weights), documents)
             parts = [torch.empty_like(y) for _ in range(world_size)]

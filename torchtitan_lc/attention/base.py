@@ -32,16 +32,34 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Product:
+    """Of an activation x with a weight of a projection: ``x @ weights[weight].T``.
+
+    is_read: the gradients of what comes after it need its values, as those of a norm do.
+    """
+
+    weight: int
+    is_read: bool
+
+
+@dataclass(frozen=True)
 class Projection:
     """``fn(activation, *weights)`` with the weights cut to the heads at hand. Pure: no dropout, nothing
     in place, no other tensor that needs a gradient.
 
     gradients: a function with the gradients of fn, whose output nobody reads; backward runs it in place of
-    fn."""
+    fn.
+
+    Of a query or key_value, ``fn(x, places, *weights)`` may be told apart further: with ``products``
+    ys of x, ``after(*ys, places, *weights)`` is the same. Then backward asks for the gradients of ``after``
+    alone, and multiplies itself: no gradient of x is made beside the one that it is added to.
+    """
 
     fn: Callable[..., Tensor | tuple[Tensor, Tensor]]
     weights: tuple[Weight, ...]
     gradients: Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None
+    products: tuple[Product, ...] = ()
+    after: Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A projection with the weights of one call: cut to the heads of a stage, and their gradients put back.
 
 Weights are cut by slices, never by an index tensor, so nothing is copied to the device; the gradients of
-all stages are summed in at least fp32 in the place of the whole weight, and handed out once.
+all stages are summed in at least fp32 in the place of the whole weight, and handed out once. Those of a tile
+are added by functions that a planner calls too.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lc.attention.base import Projection
 from torchtitan_lc.attention.heads import Heads, runs
-from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype
+from torchtitan_lc.ops.linear import add_gradient_of_input, gradient_of_weight, unread_product
+from torchtitan_lc.ops.tiled import GradSum, leaf, sum_dtype, vjp
 
 
 class BoundProjection:
     """A projection with the weights of this call; cuts them to heads and collects their gradients."""
 
     def __init__(self, part: Projection, weights: Sequence[Tensor], n_heads: int) -> None:
+        self.part = part
         self.fn: Callable[..., Any] = part.fn  # a tensor, or k and v: its caller knows
         self.gradients: Callable[..., Any] = part.gradients or part.fn
         self.weights = weights
@@ -66,6 +70,57 @@ class BoundProjection:
     def _slices(self, tensor: Tensor, axis: int, heads: Heads) -> list[Tensor]:
         size = tensor.shape[axis] // self.n_heads
         return [tensor.narrow(axis, first * size, count * size) for first, count in runs(heads)]
+
+
+def add_input_gradients(
+    part: Projection,
+    x: Tensor,
+    places: Tensor,
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    dx: Tensor,
+    sums: Sequence[GradSum],
+) -> None:
+    """Add to ``dx`` (of a tile's x) and ``sums`` (of ``leaves``, the weights, as far as they require grad)
+    the gradients of a query or key_value projection of x, for those of its outputs."""
+    if part.products:
+        _add_by_products(part, x, places, leaves, grads, dx, sums)
+        return
+    dx_tile, _, *dweights = vjp(part.gradients or part.fn, [leaf(x), places, *leaves], grads)
+    assert dx_tile is not None
+    dx += dx_tile
+    add_all(sums, dweights)
+
+
+def _add_by_products(
+    part: Projection,
+    x: Tensor,
+    places: Tensor,
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    dx: Tensor,
+    sums: Sequence[GradSum],
+) -> None:
+    assert part.after is not None
+    weights = list(leaves)
+    for product in part.products:
+        weights[product.weight] = leaves[product.weight].detach()
+    ys = []
+    for product in part.products:
+        multiply = F.linear if product.is_read else unread_product
+        ys.append(leaf(multiply(x, weights[product.weight])))
+    found = vjp(part.after, [*ys, places, *weights], grads)
+    for product, dy in zip(part.products, found, strict=False):
+        assert dy is not None
+        add_gradient_of_input(dx, dy, weights[product.weight])
+        if leaves[product.weight].requires_grad:
+            sums[product.weight].add(gradient_of_weight(dy, x))
+    add_all(sums, found[len(ys) + 1 :])
+
+
+def add_all(sums: Sequence[GradSum], grads: Sequence[Tensor | None]) -> None:
+    for total, grad in zip(sums, grads, strict=True):
+        total.add(grad)
 
 
 def _join(slices: list[Tensor], axis: int) -> Tensor:

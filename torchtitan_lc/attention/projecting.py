@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lc.attention.base import Projection, Projections
-from torchtitan_lc.attention.bound import BoundProjection
+from torchtitan_lc.attention.bound import BoundProjection, add_all, add_input_gradients
 from torchtitan_lc.attention.comm import HeadExchange, Travelling, join_heads
 from torchtitan_lc.attention.documents import Documents
 from torchtitan_lc.attention.heads import Heads, Stage
@@ -115,7 +115,7 @@ class TiledProjections:
             dtile, *dweights = vjp(self.output.gradients, [tile, *leaves], [dh1[:, start:stop]])
             assert dtile is not None
             exchange.write_rows(dout, start, dtile)
-            _add_all(sums, dweights)
+            add_all(sums, dweights)
         self.output.add_grads(stage.all_q_heads, sums)
         return dout
 
@@ -133,14 +133,10 @@ class TiledProjections:
         leaves = bound.leaves(unique)
         sums = [GradSum(w) for w in leaves]
         for start, stop in self._tiles():
-            x = leaf(self._normed(start, stop))
-            inputs = [x, self.places[:, start:stop], *leaves]
+            x, places = self._normed(start, stop), self.places[:, start:stop]
             tiles = [exchange.read_rows(part, start, stop) for part in packed]
             grads = [_sum_replicas(tile, heads, unique) for tile in tiles]
-            dx_tile, _, *dweights = vjp(bound.gradients, inputs, grads)
-            assert dx_tile is not None
-            dx[:, start:stop] += dx_tile
-            _add_all(sums, dweights)
+            add_input_gradients(bound.part, x, places, leaves, grads, dx[:, start:stop], sums)
         bound.add_grads(unique, sums)
 
     def norm_backward(self, dh1: Tensor, dx: Tensor) -> Tensor:
@@ -152,7 +148,7 @@ class TiledProjections:
             dtile, *dweights = vjp(self.norm.gradients, [tile, *leaves], [dx[:, start:stop]])
             assert dtile is not None
             torch.add(dh1[:, start:stop], dtile, out=dx[:, start:stop])
-            _add_all(sums, dweights)
+            add_all(sums, dweights)
         self.norm.add_grads((), sums)
         return dx
 
@@ -179,11 +175,6 @@ class TiledProjections:
             head_dim=self.p.head_dim,
             group=self.s.group,
         )
-
-
-def _add_all(sums: Sequence[GradSum], grads: Sequence[Tensor | None]) -> None:
-    for total, grad in zip(sums, grads, strict=True):
-        total.add(grad)
 
 
 def _unique(heads: Heads) -> Heads:

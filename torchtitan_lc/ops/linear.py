@@ -36,8 +36,7 @@ class _GradientsOfLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         dx = dy @ weight if needs_x else None
-        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2) if needs_weight else None
-        return dx, dweight
+        return dx, gradient_of_weight(dy, x) if needs_weight else None
 
 
 def _linear_gradients(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,6 +48,25 @@ def gradients_of(linear: Linear) -> Linear:
     """``linear`` for a recomputation whose output nobody reads: the same gradients, and for ``F.linear`` no
     product; what comes out is of the right shape and means nothing."""
     return _linear_gradients if linear is F.linear else linear
+
+
+def unread_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear(x, weight)`` where its gradient alone is asked for: the shape is right, the values mean
+    nothing, and there is no memory behind it and no kernel."""
+    return x[(slice(1),) * x.dim()].expand(*x.shape[:-1], weight.shape[0])
+
+
+def add_gradient_of_input(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
+    """Add to ``dx`` [B, t, M], a part of a tensor perhaps, the gradient of x, of y = x weight^T.
+
+    The product itself adds: rounded once, and without a tensor of the size of dx beside it.
+    """
+    for row, of_y in zip(dx, dy, strict=True):  # together they are no matrix where dx is a part
+        row.addmm_(of_y, weight)
+
+
+def gradient_of_weight(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 MULTIPLE = 16  # a side of a float8 product in bytes, as the tensor cores' kernels read it

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lc.attention.base import Projection, Projections
+from torchtitan_lc.attention.bound import add_all, add_input_gradients
 from torchtitan_lc.attention.buffers import Tiles
 from torchtitan_lc.attention.heads import HeadPlan, Heads
 from torchtitan_lc.models.decoder.model import Decoder
@@ -104,7 +105,12 @@ def _compiled(projections: Projections) -> Projections:
     return replace(
         projections,
         **{
-            name: replace(part, fn=fused(part.fn), gradients=fused(part.gradients or part.fn))
+            name: replace(
+                part,
+                fn=fused(part.fn),
+                gradients=fused(part.gradients or part.fn),
+                after=fused(part.after) if part.after else None,
+            )
             for name, part in parts.items()
         },
     )
@@ -138,9 +144,9 @@ class _ProjectedTile:
             query=self._project(p.query, query),
             key_value=self._project(p.key_value, key_value),
             output=_cost(lambda: self._add_outputs(all_output), shape.repeats),
-            output_backward=self._backward(p.output, self._outputs, output),
-            query_backward=self._backward(p.query, self._inputs, query),
-            key_value_backward=self._backward(p.key_value, self._inputs, key_value),
+            output_backward=self._output_backward(output),
+            query_backward=self._projection_backward(p.query, query),
+            key_value_backward=self._projection_backward(p.key_value, key_value),
             norm=_cost(lambda: p.norm.fn(self.h, *self.norm_weights), shape.repeats),
             norm_backward=_cost(self._norm_backward, shape.repeats),
         )
@@ -159,12 +165,6 @@ class _ProjectedTile:
 
     def _normed(self) -> Any:
         return self.h if self.holds_normed_input else self.p.norm.fn(self.h, *self.norm_weights)
-
-    def _inputs(self) -> list[Tensor]:
-        return [leaf(self._normed()), self.places]
-
-    def _outputs(self) -> list[Tensor]:
-        return [leaf(self.shape.heads(len(self.q_heads), self.p.head_dim))]
 
     # -- forward
 
@@ -191,26 +191,30 @@ class _ProjectedTile:
 
     # -- backward
 
-    def _backward(
-        self, part: Projection, inputs: Callable[[], list[Tensor]], weights: list[Tensor]
-    ) -> Cost:
-        """vjp of a tile, and the sums of its weights' gradients."""
-        leaves = [leaf(w) for w in weights]
+    def _output_backward(self, weights: list[Tensor]) -> Cost:
+        """vjp of a tile, whose gradient is a view of the block's, and the sums of its weights' gradients."""
+        part, leaves = self.p.output, [leaf(w) for w in weights]
         sums = [GradSum(w) for w in leaves]
-        with Meter():
-            like = part.fn(*inputs(), *leaves)
-        whole = [torch.empty_like(y) for y in (like if isinstance(like, tuple) else [like])]
-
         with Meter() as meter:
             # A tile's tensors give way one by one to those of the next.
             for _ in range(self.shape.repeats):
-                of_tile = inputs()
-                # Of the output it is a view of the block's; of other projections it is read head by head.
-                is_view = part is self.p.output
-                given = whole if is_view else [torch.empty_like(y) for y in whole]
-                found = vjp(part.gradients or part.fn, [*of_tile, *leaves], given)
-                for total, grad in zip(sums, found[len(of_tile) :], strict=True):
-                    total.add(grad)
+                tile = leaf(self.shape.heads(len(self.q_heads), self.p.head_dim))
+                found = vjp(part.gradients or part.fn, [tile, *leaves], [self.h])
+                add_all(sums, found[1:])
+            return _of_a_tile(meter.cost, self.shape)
+
+    def _projection_backward(self, part: Projection, weights: list[Tensor]) -> Cost:
+        """Of a query or key_value: gradients are read head by head, those of the normed input added."""
+        leaves, dx = [leaf(w) for w in weights], self.shape.hidden()
+        sums = [GradSum(w) for w in leaves]
+        with Meter():
+            like = part.fn(self.h, self.places, *weights)
+        outputs = like if isinstance(like, tuple) else (like,)
+        with Meter() as meter:
+            for _ in range(self.shape.repeats):
+                x = self._normed()
+                given = [torch.empty_like(y) for y in outputs]
+                add_input_gradients(part, x, self.places, leaves, given, dx, sums)
             return _of_a_tile(meter.cost, self.shape)
 
     def _norm_backward(self) -> Any:

@@ -31,7 +31,8 @@ _LOOK_UPS = {_aten.nll_loss_forward}  # read one element of each row
 @dataclass(frozen=True)
 class Cost:
     """peak: bytes alive at once. flops: of matrix products. traffic: bytes read and written by all other
-    operations, each run by itself. calls: operations that would start a kernel."""
+    operations, each run by itself, and what a product in place adds to. calls: operations that would
+    start a kernel."""
 
     peak: int = 0
     flops: int = 0
@@ -94,6 +95,8 @@ class Meter(OnMeta):
         if not flops:
             read = [] if packet in _LOOK_UPS else inputs
             self.traffic += sum(x.numel() * x.element_size() for x in (*read, *outputs))
+        elif packet is _aten.addmm_:
+            self.traffic += 2 * outputs[0].numel() * outputs[0].element_size()
 
     def _count(self, storage: Any) -> None:
         key = storage._cdata
@@ -113,6 +116,8 @@ class Meter(OnMeta):
 def _shape_only(func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
     """The result of an operation whose shape is plain, or None for any other. torch's own shape rules
     for these are written in Python and import its compiler or sympy, half a second."""
+    if func.overloadpacket is _aten.addmm_:
+        return inputs[0]
     if func.overloadpacket in _PRODUCTS:
         a, b = inputs[-2:]
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
@@ -161,7 +166,7 @@ _LIKE = {
     _aten._log_softmax_backward_data: 0,
     _aten.nll_loss_backward: 1,
 }
-_PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
+_PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.addmm_, _aten.baddbmm}
 _COMPARISONS = {
     getattr(_aten, name)
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not")

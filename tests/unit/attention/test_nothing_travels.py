@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lc.attention.base import Peers
+from torchtitan_lc.attention.half import AttentionHalf
 from torchtitan_lc.attention.kernels.stand_in import StandIn
 from torchtitan_lc.attention.upipe import UPipe
 from torchtitan_lc.memory.checkpointing import Mode, checkpoint_block
@@ -25,6 +26,11 @@ from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.models.decoder.model import Decoder
 
 TOKENS, HEAD_DIM = 8, 4
+NOTED: dict[str, Callable[..., Any]] = {
+    "query": AttentionHalf.project_query,
+    "gradient of output": AttentionHalf.output_backward,
+    "gradient of query": AttentionHalf.projection_backward,  # of key and value behind it
+}
 
 
 @dataclass
@@ -118,11 +124,8 @@ def one_step(
         tile_tokens=4,
         **strategy,
     )
-    functions = model.functions.gradients
-    for name in ("query", "output"):
-        fn = getattr(functions, name)
-        monkeypatch.setattr(functions, name, record.named(f"gradient of {name}", fn))
-    monkeypatch.setattr(model.functions, "query", record.named("query", model.functions.query))
+    for name, method in NOTED.items():
+        monkeypatch.setattr(AttentionHalf, method.__name__, record.named(name, method))
     offload = Offload(HostMemory(torch.device("cpu")), Copies(record), early=False)
     for block, place in zip(
         model.blocks, place_layers(2, Sizes(1, 1), mode=mode, host_bytes=100), strict=True

@@ -16,7 +16,7 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten.copy_.default
         return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,5 @@
-"""Float8 products: as close to F.linear as float8's rounding allows, on any number of rows."""
+"""Float8 products: as close to F.linear as float8's rounding allows, on any number of rows. Products of
+backward: added in place, left out where nobody reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lc.ops.linear import Float8Linear, float8_missing
+from torchtitan_lc.ops.linear import (
+    Float8Linear,
+    add_gradient_of_input,
+    float8_missing,
+    gradient_of_weight,
+    unread_product,
+)
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # The largest relative rounding of a value: half a unit of the last of 3 or 2 bits of mantissa.
@@ -137,6 +144,31 @@ def test_a_tile_of_zeros_has_zeros_and_no_nan() -> None:
     y, dx, dweight, _ = run(Float8Linear("rowwise", emulate=True), zeros)
     assert torch.equal(y, bias.detach().expand_as(y))
     assert dx.abs().max() == 0 and dweight.abs().max() == 0
+
+
+# -- in backward
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_of_a_product_are_those_of_autograd(rows: int) -> None:
+    """Of the input added to a part of every row, and nowhere else."""
+    x, dy = torch.randn(rows, 7, 6, requires_grad=True), torch.randn(rows, 7, 4)
+    weight = torch.randn(4, 6, requires_grad=True)
+    dx, dweight = torch.autograd.grad(F.linear(x, weight), [x, weight], dy)
+    total = torch.ones(rows, 9, 6)
+    with torch.no_grad():
+        add_gradient_of_input(total[:, 1:8], dy, weight)
+    torch.testing.assert_close(total[:, 1:8], 1 + dx)
+    assert torch.equal(total[:, ::8], torch.ones(rows, 2, 6))
+    torch.testing.assert_close(gradient_of_weight(dy, x.detach()), dweight)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_product_that_nobody_reads_lies_in_its_input(device: str) -> None:
+    x, weight = torch.ones(2, 7, 6, device=device)[:, 3:], torch.ones(4, 6, device=device)
+    y = unread_product(x, weight)
+    assert y.shape == F.linear(x, weight).shape and y.dtype == x.dtype
+    assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
 # -- what is missing

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lc.tools.meter import Meter
+from torchtitan_lc.tools.meter import Cost, Meter
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -32,6 +32,14 @@ def test_peak_flops_and_traffic_of_a_product_and_a_sum() -> None:
     assert meter.now == 2 * 16 * 8 * 2
     del d, e
     assert meter.now == 0
+
+
+def test_a_product_in_place_reads_and_writes_what_it_adds_to() -> None:
+    a, b, c = _meta(16, 32).detach(), _meta(32, 8).detach(), _meta(2, 16, 8).detach()
+    with Meter() as meter:
+        result = c[0].addmm_(a, b)
+    assert result.shape == (16, 8) and meter.now == 0
+    assert meter.cost == Cost(flops=2 * 16 * 32 * 8, traffic=2 * 16 * 8 * 2, calls=1)
 
 
 def test_views_of_what_was_there_before_weigh_nothing() -> None:

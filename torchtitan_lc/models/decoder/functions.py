@@ -8,13 +8,16 @@ cut to n heads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Callable, Collection
+from functools import cached_property, partial
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_lc.attention.base import Product
 from torchtitan_lc.models.decoder.args import DecoderArgs
 from torchtitan_lc.ops.linear import Linear, gradients_of
 from torchtitan_lc.ops.loss import cross_entropy_sum
@@ -25,8 +28,11 @@ from torchtitan_lc.ops.rope import Rope
 # The products of a block, by their weight's name in it. The head is none of them.
 LINEARS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
 
-# The functions that backward runs again for their gradients.
-RECOMPUTED = ("query", "key_value", "output", "mlp_half")
+# The functions that backward runs again for their gradients, but for an output that nobody reads.
+RECOMPUTED = ("output", "mlp_half")
+
+# Beside them, the functions that work on tiles.
+_OTHERS = ("query", "key_value", "after_query", "after_key_value", "norm", "loss")
 
 
 class Functions:
@@ -38,7 +44,7 @@ class Functions:
         self.qk_norm = args.qk_norm
         self.rope = Rope(args.head_dim, args.rope_theta, args.rope_scaling)
         self.linears: dict[str, Linear] = dict.fromkeys(LINEARS, F.linear)
-        self._compiled: tuple[str, ...] = ()
+        self._wrapped: dict[str, Callable[..., Any]] = {}  # what was there before
 
     def with_linear(self, linear: Linear, names: Collection[str]) -> Functions:
         """The same functions, not compiled, that multiply with the weights ``names`` by ``linear``."""
@@ -64,24 +70,34 @@ class Functions:
 
     def _unread_products(self) -> dict[str, tuple[str, ...]]:
         """By function, the weights whose products its gradients don't need."""
-        ours = {name for name in vars(Functions) if self._is_ours(name)}
-        found: dict[str, tuple[str, ...]] = {"output": ("wo",), "mlp_half": ("w2",)}
-        if {"_rotated_heads", "_heads"} <= ours and type(self.rope) is Rope:
-            # A norm's gradient needs what is normed.
-            found["query"] = () if self.qk_norm else ("wq",)
-            found["key_value"] = ("wv",) if self.qk_norm else ("wk", "wv")
-        return {function: names for function, names in found.items() if function in ours}
+        found = {"output": ("wo",), "mlp_half": ("w2",)}
+        return {function: names for function, names in found.items() if self._is_ours(function)}
+
+    def products(self, function: str) -> tuple[Product, ...]:
+        """Those that "query" or "key_value" begins with, and `after_query` or `after_key_value` goes on from.
+
+        None where anything of that is not ours: backward then runs the function whole.
+        """
+        names = ("wq",) if function == "query" else ("wk", "wv")
+        parts = (function, f"after_{function}", "_rotated_heads", "_rotated", "_heads")
+        ours = type(self.rope) is Rope and all(self._is_ours(part) for part in parts)
+        if not ours or any(self.linears[name] is not F.linear for name in names):
+            return ()
+        first = Product(0, is_read=self.qk_norm)  # a norm's gradient needs what is normed
+        if function == "query":
+            return (first,)
+        return first, Product(self.linear_weights + self.qk_norm, is_read=False)
 
     def _is_ours(self, name: str) -> bool:
-        """False where a subclass or this object has another."""
-        inherited = getattr(type(self), name, None) is getattr(Functions, name)
-        return inherited and name not in vars(self)
+        """False where a subclass or this object has another; compiled, it is still what it was."""
+        fn = self._wrapped.get(name, getattr(self, name))
+        return bool(fn == MethodType(getattr(Functions, name), self))
 
     def _uncompiled(self) -> Functions:
         changed = copy.copy(self)
-        for name in ("gradients", *self._compiled):
+        for name in ("gradients", *self._wrapped):
             vars(changed).pop(name, None)
-        changed._compiled = ()
+        changed._wrapped = {}
         return changed
 
     def norm(self, h: Tensor, scale: Tensor) -> Tensor:
@@ -96,6 +112,19 @@ class Functions:
         of_value = len(weights) - self.linear_weights
         k = self._rotated_heads("wk", x, cos_sin, weights[:of_value])
         return k, self._heads(self.linears["wv"](x, *weights[of_value:]))
+
+    def after_query(self, q: Tensor, cos_sin: Tensor, *weights: Tensor) -> Tensor:
+        """`query` from its product q [B, t, n*D] on."""
+        return self._rotated(_biased(q, weights[1 : self.linear_weights]), cos_sin, weights)
+
+    def after_key_value(
+        self, k: Tensor, v: Tensor, cos_sin: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`key_value` from its products on."""
+        of_value = len(weights) - self.linear_weights
+        k = _biased(k, weights[1 : self.linear_weights])
+        v = _biased(v, weights[of_value + 1 :])
+        return self._rotated(k, cos_sin, weights[:of_value]), self._heads(v)
 
     def output(self, out: Tensor, wo: Tensor) -> Tensor:
         return self.linears["wo"](out.flatten(-2), wo)
@@ -118,20 +147,31 @@ class Functions:
         """
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        all_of_them = (*RECOMPUTED, "norm", "loss")
-        for functions, names in ((self.gradients, RECOMPUTED), (self, all_of_them)):
-            for name in names:
-                compiled = torch.compile(getattr(functions, name), backend=backend, dynamic=False)
-                setattr(functions, name, compiled)
-            functions._compiled = names
+        self.wrap(partial(torch.compile, backend=backend, dynamic=False))
+
+    def wrap(self, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put ``by`` of each function that works on tiles in its place, in `gradients` too."""
+        for functions, names in ((self.gradients, RECOMPUTED), (self, (*RECOMPUTED, *_OTHERS))):
+            functions._wrapped = {name: getattr(functions, name) for name in names}
+            for name, fn in functions._wrapped.items():
+                setattr(functions, name, by(fn))
 
     def _rotated_heads(
         self, name: str, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]
     ) -> Tensor:
-        heads = self._heads(self.linears[name](x, *weights[: self.linear_weights]))
+        y = self.linears[name](x, *weights[: self.linear_weights])
+        return self._rotated(y, cos_sin, weights)
+
+    def _rotated(self, x: Tensor, cos_sin: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        heads = self._heads(x)
         if self.qk_norm:
             heads = rms_norm(heads, weights[-1], self.eps)
         return self.rope.rotate(heads, cos_sin)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # [B, t, n*D] -> [B, t, n, D]
+
+
+def _biased(x: Tensor, bias: tuple[Tensor, ...]) -> Tensor:
+    """bias: one, or none."""
+    return x + bias[0] if bias else x

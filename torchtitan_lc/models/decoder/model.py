@@ -77,8 +77,13 @@ class Attention(nn.Module):
             n_kv_heads=self.args.n_kv_heads,
             head_dim=self.args.head_dim,
             norm=Projection(f.norm, (Weight(norm_scale),)),
-            query=Projection(f.query, query, f.gradients.query),
-            key_value=Projection(f.key_value, key + value, f.gradients.key_value),
+            query=Projection(f.query, query, products=f.products("query"), after=f.after_query),
+            key_value=Projection(
+                f.key_value,
+                key + value,
+                products=f.products("key_value"),
+                after=f.after_key_value,
+            ),
             output=Projection(f.output, (Weight(self.wo.weight, columns),), f.gradients.output),
             scale=1 / math.sqrt(self.args.head_dim),
         )
