@@ -83,24 +83,12 @@ def add_input_gradients(
 ) -> None:
     """Add to ``dx`` (of a tile's x) and ``sums`` (of ``leaves``, the weights, as far as they require grad)
     the gradients of a query or key_value projection of x, for those of its outputs."""
-    if part.products:
-        _add_by_products(part, x, places, leaves, grads, dx, sums)
+    if not part.products:
+        dx_tile, _, *dweights = vjp(part.gradients or part.fn, [leaf(x), places, *leaves], grads)
+        assert dx_tile is not None
+        dx += dx_tile
+        add_all(sums, dweights)
         return
-    dx_tile, _, *dweights = vjp(part.gradients or part.fn, [leaf(x), places, *leaves], grads)
-    assert dx_tile is not None
-    dx += dx_tile
-    add_all(sums, dweights)
-
-
-def _add_by_products(
-    part: Projection,
-    x: Tensor,
-    places: Tensor,
-    leaves: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    dx: Tensor,
-    sums: Sequence[GradSum],
-) -> None:
     assert part.after is not None
     weights = list(leaves)
     for product in part.products:
