@@ -76,7 +76,7 @@ class Functions:
     def products(self, function: str) -> tuple[Product, ...]:
         """Those that "query" or "key_value" begins with, and `after_query` or `after_key_value` goes on from.
 
-        None where anything of that is not ours: backward then runs the function whole.
+        There are none where any part of it is not ours: backward then runs the function whole.
         """
         names = ("wq",) if function == "query" else ("wk", "wv")
         parts = (function, f"after_{function}", "_rotated_heads", "_rotated", "_heads")
