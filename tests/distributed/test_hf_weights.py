@@ -153,7 +153,8 @@ def test_the_export_opens_in_transformers_and_gives_our_logits(
         folders / "one" / kind / "hf" / "step-1", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values()), info  # missing, unexpected and mis-shaped tensors, errors
-    assert not caplog.records
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("transformers")]
+    assert not said
     with torch.no_grad():
         want = model(torch.arange(64)[None] * 3).logits
     assert (one_rank[kind]["logits"] - want).abs().max() <= 1e-5

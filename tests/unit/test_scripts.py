@@ -197,3 +197,20 @@ def test_the_test_suite_runs_one_thread_per_process_unless_the_user_says_otherwi
     assert lines[:2] == ["-m", "pytest"] and "launch" in lines
     assert "OMP_NUM_THREADS=1" in lines
     assert "OMP_NUM_THREADS=5" in run(OMP_NUM_THREADS="5")
+
+
+def test_files_of_the_whole_suite_are_spread_over_the_cores_where_there_is_no_gpu(
+    checkout: Path,
+) -> None:
+    def run(*arguments: str, cores: int = 4) -> list[str]:
+        program(checkout.parent / "bin" / "getconf", f"echo {cores}")
+        result = run_script(checkout, checkout / "scripts/test", *arguments)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    program(checkout.parent / "bin" / "nvidia-smi", "exit 9")
+    assert run()[2:] == ["-m", "not gpu", "-n", "4", "--dist", "loadfile", *run()[8:]]
+    assert "8" in run(cores=64) and "64" not in run(cores=64)
+    assert "-n" not in run("tests/unit")
+    _with_gpus(checkout, 1)
+    assert "-n" not in run() and "not gpu" not in run()
