@@ -3,15 +3,15 @@
     python -m benchmarks.host_time --name host_8b_h200 --config llama8b_1m.toml --ranks 2 --layers 2 6 \
         --seq_len 2K --case "1 head: --attention.heads_per_stage=1" [--section.key value ...]
 
-The GPU works beside the host. Where a step has many stages and each few tokens it has nothing to do for a
-while, and the host sets the pace. So rows are made short here that the GPU always waits: what is measured is the
-host alone. As in bench_rank8.py one process runs the real trainer as rank 0 of --ranks on torch's fake process
-group; a case is a name, a colon and the flags of its own, and arguments that are not known here go to all.
+The GPU works beside the host. Where a step has many stages of few tokens each, it waits, and the host sets the
+pace. Here rows are so short that the GPU always waits: what is measured is the host alone. One process runs the
+real trainer as rank 0 of --ranks on torch's fake process group, as in bench_rank8.py. A case is a name, a colon
+and the flags of its own; arguments that are not known here go to all.
 
-Per case, of one layer (the difference of the two models of --layers): seconds of forward and of backward, and of
-the rest of a step; medians of --repeats. Per process group that can be had with one process, nccl and fake:
-microseconds to start an all-to-all on its own stream and wait for it on the current one. A step's exchanges
-are in its seconds as the fake group's.
+Per case, of one layer (the difference of the two models of --layers): seconds of forward and of backward, and
+of the rest of a step; from the least of --repeats, as whatever else the machine does only adds. Per process
+group that can be had with one process, nccl and fake: microseconds to start an all-to-all on its own stream and
+wait for it on the current one. A step's exchanges are in its seconds as the fake group's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,7 +34,11 @@ from benchmarks.record import RESULTS, Record, environment, markdown, number, sp
 from benchmarks.shapes import join
 from benchmarks.timing import now, release
 from torchtitan_lc.config.job_config import JobConfig
+from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.config.token_count import parse_token_count
+from torchtitan_lc.plan.hardware import TABLE, Cluster
+from torchtitan_lc.plan.job import planned_model
+from torchtitan_lc.plan.planner import make_plan
 from torchtitan_lc.tools.hardware import device_type
 from torchtitan_lc.trainer import Trainer
 
@@ -95,9 +98,8 @@ def step_seconds(config: JobConfig, device: torch.device, warmup: int, repeats: 
 def per_layer(few: Record, many: Record, layers: Sequence[int]) -> Record:
     """From the lists of two models: of a layer forward and backward, and of a step without its layers."""
     more = layers[1] - layers[0]
-    mean = {part: (median(few[part]), median(many[part])) for part in few}
-    found = {part: (many - few) / more for part, (few, many) in mean.items()}
-    rest = mean["step"][0] - layers[0] * found["step"]
+    found = {part: (min(many[part]) - min(few[part])) / more for part in few}
+    rest = min(few["step"]) - layers[0] * found["step"]
     return {"forward": found["forward"], "backward": found["backward"], "rest": rest}
 
 
@@ -112,15 +114,39 @@ def run_case(args: argparse.Namespace, flags: list[str], device: torch.device) -
     return {"seconds": per_layer(times[0], times[1], args.layers), "times": times}
 
 
-def table(result: Record) -> str:
+def table(results: Sequence[Record]) -> str:
     rows = []
-    for case in result["cases"]:
+    for case in (case for result in results for case in result["cases"]):
         if "error" in case:
             rows.append([case["case"], case["error"], "", ""])
             continue
         parts = ("forward", "backward", "rest")
         rows.append([case["case"], *(number(1e3 * case["seconds"][part], 1) for part in parts)])
     return markdown(["case", "forward of a layer, ms", "backward, ms", "rest of a step, ms"], rows)
+
+
+def plan_table(results: Sequence[Record]) -> str:
+    """Of a layer: forward, backward, and both beside a plan."""
+    rows = []
+    for result in results:
+        for case in result["cases"]:
+            forward, backward = (case["seconds"][part] for part in ("forward", "backward"))
+            planned, both = planned_layer(result, case), forward + backward
+            row = [number(1e3 * x, 1) for x in (forward, backward, both, planned)]
+            rows.append([case["case"], *row, f"{100 * (planned / both - 1):+.0f} %"])
+    return markdown(["case", "forward, ms", "backward", "both", "planned", "off by"], rows)
+
+
+def planned_layer(result: Record, case: Record) -> float:
+    """Seconds of a layer by the plan for an H200: the host's or the GPU's, whichever is longer."""
+    flags = [*result["flags"], *case["flags"], f"--training.seq_len={result['seq_len']}"]
+    config = load_config(flags, quiet=True)
+    ranks = Cluster(TABLE["h200_141gb"], 1, result["ranks"])
+    plan = make_plan(config, planned_model(config), ranks)
+    outside = ("loss", "FSDP", "optimizer")
+    parts = plan.time.parts
+    seconds = sum(parts[name] for name in parts if not name.startswith(outside))
+    return seconds / len(plan.job.layers)
 
 
 def main() -> None:
@@ -163,8 +189,8 @@ def main() -> None:
             "exchange_us": exchange,
             "cases": cases,
         }
-        write(args.name, result, args.out, table(result))
-    print(table(result))
+        write(args.name, result, args.out, table([result]))
+    print(table([result]))
     dist.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ class Hardware:
     host_optimizer_gbs: what the CPU's optimizer reads and writes, per node.
     launch_us: by which each operation of a tile takes longer than its bytes or FLOP, in microseconds: its
     launch, and a GPU that is not full at its beginning and end.
+    exchange_us: by which an all-to-all takes longer than its bytes, in microseconds.
     context_gib: CUDA context and libraries. communicator_gib: of NCCL, each. allocator: share of what is
     allocated that the caching allocator holds beside it. host_process_gib: host memory of a rank's process.
     """
@@ -67,6 +68,7 @@ class Hardware:
     pcie_gbs: float
     host_optimizer_gbs: float = 100.0
     launch_us: float = 2.9
+    exchange_us: float = 110.0
     context_gib: float = 0.6
     communicator_gib: float = 0.3
     allocator: float = 0.02

@@ -4,8 +4,10 @@
     linear         FLOP of the model's own tile functions over the rate of matrix products
     element-wise   bytes that their other operations move over the bandwidth of the GPU's memory
     launches       a few microseconds for each operation of a tile; many, where stages are
-    exchange       bytes sent over the link, with attention.overlap_exchange those that no projection hides
+    exchange       bytes sent over the link, with attention.overlap_exchange those that no projection hides;
+                   and for each exchange some time that none hides
     ring           transfers that no kernel hides, and sums of partial results
+    host           what it takes to start the work, as far as that is longer than the work
     the rest       only what does not fit beside the work that it runs beside
 
 A rank that owns more heads than others sets the pace. Rows count as one document each: packed ones take less
@@ -28,6 +30,12 @@ _OF_BANDWIDTH = 0.85  # (d) of the memory's bandwidth is reached by element-wise
 # (m) of element-wise time and launches is left by torch.compile: a block of 8B, 64K tokens of a rank, took
 # 0.649 s and compiled 0.601 s, with 4 heads a stage 0.642 s and 0.588 s.
 _COMPILED = 0.4
+# (m) Seconds of the host, Python and dispatch, forward and backward: for a layer, for each of its stages, and
+# for each operation of a tile, compiled or not. Fitted to host_8b_h200, which it meets within 20 % but for
+# one compiled stage of all heads (30 to 40 % too little).
+_HOST_LAYER = (2.2e-3, 5.4e-3)
+_HOST_STAGE = (0.47e-3, 1.46e-3)
+_HOST_CALL = 21e-6
 PARTS = (
     "attention forward",
     "attention backward",
@@ -40,6 +48,7 @@ PARTS = (
     "loss",
     "exchange, not hidden",
     "ring",
+    "host, not hidden",
     "offload, not hidden",
     "FSDP, not hidden",
     "optimizer",
@@ -60,7 +69,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of one pass over a layer."""
+    """Seconds of one pass over a layer; host: beside the rest."""
 
     attention: float = 0.0
     linear: float = 0.0
@@ -68,10 +77,11 @@ class _Pass:
     launches: float = 0.0
     exchange: float = 0.0
     ring: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(getattr(self, f.name) for f in fields(self)) - self.host
 
 
 class Timer:
@@ -102,6 +112,9 @@ class Timer:
                 parts["exchange, not hidden"] += one.exchange
                 parts["ring"] += one.ring
             behind = forward.total, replay.total + backward.total + again.total
+            hosts = forward.host, replay.host + backward.host + again.host
+            for device, host in zip(behind, hosts, strict=True):
+                parts["host, not hidden"] += max(0.0, host - device)
             parts["offload, not hidden"] += self._offload(layer, *behind)
             parts["FSDP, not hidden"] += self._fsdp(index + 1, *behind)
             longest = max(longest, behind[1])
@@ -123,7 +136,7 @@ class Timer:
         attention = self._attention_forward()
         mlp = self._work([(self.activations.mlp_costs[0], 1)], tiling.mlp_tokens)
         output = self._work([(costs.output, 1)], tiling.projection_tokens)
-        return _sum([attention, mlp, output])
+        return _sum([attention, mlp, output, _Pass(host=_HOST_LAYER[0])])
 
     def _replay(self, layer: LayerPlacement) -> _Pass:
         """What comes before a layer's backward: nothing, h1 alone, or all of attention."""
@@ -153,8 +166,11 @@ class Timer:
         kv_heads = 2 * sum(s.packed(self.stages[a].kv_heads) for a in arrivals)
         seconds = self._kernel(0)
         ring = self._ring(seconds, s.itemsize) + self._ring_sums(backward=False)
-        exchange = self._exchange(heads + kv_heads) + self._exchange(heads, beside=project)
-        return _sum([_Pass(seconds, exchange=exchange, ring=ring), project, norm])
+        calls = len(self.stages) + 2 * len(arrivals)
+        exchange = self._exchange(heads + kv_heads, calls)
+        exchange += self._exchange(heads, len(self.stages), beside=project)
+        host = _Pass(host=len(self.stages) * _HOST_STAGE[0])
+        return _sum([_Pass(seconds, exchange=exchange, ring=ring), project, norm, host])
 
     def _backward(self) -> _Pass:
         costs, tiling, s = self.activations.projection_costs, self.job.config.tiling, self.sizes
@@ -171,8 +187,8 @@ class Timer:
         kv_heads, dkv_heads = (
             2 * sum(s.packed(self.stages[a].kv_heads) for a in each) for each in (arrivals, due)
         )
-        exchange = self._exchange(3 * heads + kv_heads, beside=finish)
-        exchange += self._exchange(heads + dkv_heads, beside=project)
+        exchange = self._exchange(3 * heads + kv_heads, 3 * stages + 2 * len(arrivals), beside=finish)
+        exchange += self._exchange(heads + dkv_heads, stages + 2 * len(due), beside=project)
         seconds = self._kernel(1)
         ring = self._ring(seconds, s.itemsize + s.wide) + self._ring_sums(backward=True)
         norms = [(costs.norm_backward, 1), (costs.norm, 1 if self.job.hold_normed_input else 0)]
@@ -183,6 +199,7 @@ class Timer:
                 finish,
                 self._work(norms, tokens),
                 self._work([(self.activations.mlp_costs[1], 1)], tiling.mlp_tokens),
+                _Pass(host=_HOST_LAYER[1] + stages * _HOST_STAGE[1]),
             ]
         )
 
@@ -219,6 +236,7 @@ class Timer:
             linear=flops / self.hw.matrix_flops,
             elementwise=left * traffic / self._bandwidth,
             launches=left * calls * self.hw.launch_us * 1e-6,
+            host=calls * _HOST_CALL,
         )
 
     def _tiles(self, cost: Cost, tile_tokens: int) -> float:
@@ -230,15 +248,19 @@ class Timer:
 
     # -- what travels
 
-    def _exchange(self, sent: int, beside: _Pass | None = None) -> float:
+    def _exchange(self, sent: int, calls: int, beside: _Pass | None = None) -> float:
         """Of all stages. beside: the work that it overlaps, but for one stage: what the first one needs and the
-        last one gives."""
+        last one gives. What each of the ``calls`` takes beyond its bytes is not hidden: a projection that
+        fills the GPU and an exchange that takes some of its multiprocessors delay each other by as much."""
         u, stages = self.job.ulysses, len(self.stages)
+        if u == 1:
+            return 0.0
         seconds = sent * (u - 1) / u / self._link(u)
+        fixed = calls * self.hw.exchange_us * 1e-6
         if not self.job.overlap_exchange or beside is None:
-            return seconds
+            return fixed + seconds
         inner = (stages - 1) / stages
-        return seconds * (1 - inner) + max(0.0, seconds - beside.total) * inner
+        return fixed + seconds * (1 - inner) + max(0.0, seconds - beside.total) * inner
 
     def _link(self, ranks: int) -> float:
         """Bytes per second of a group of neighbours."""
