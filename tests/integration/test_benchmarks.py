@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.host_time import per_layer
+
 ROOT = Path(__file__).parents[2]
 TINY = ("--flavor", "debugmodel", "--dtype", "float32", "--repeats", "2", "--matmul_size", "64")
 
@@ -135,6 +137,27 @@ def test_bench_rank8_asks_the_jobs_own_checks(tmp_path: Path) -> None:
     )
     (case,) = record["cases"]
     assert "no.such_key" in case["error"]
+
+
+def test_host_time_tells_layers_from_the_rest_of_a_step(tmp_path: Path) -> None:
+    record = _run(
+        *(
+            "host_time",
+            tmp_path,
+            "--config",
+            "debug.toml",
+            "--parallelism.context_parallel_degree=2",
+        ),
+        *("--attention.strategy=upipe", "--layers", "1", "3", "--seq_len", "256", "--repeats", "3"),
+        *("--case", "plain", "--case", "one stage: --attention.strategy=ulysses"),
+        *("--case", "none: --attention.strategy=spiral"),
+    )
+    plain, one_stage, none = record["cases"]
+    assert plain["flags"] == [] and one_stage["flags"] == ["--attention.strategy=ulysses"]
+    assert "spiral" in none["error"]
+    assert plain["seconds"] == per_layer(*plain["times"], [1, 3])
+    assert all(len(times[part]) == 3 for times in plain["times"] for part in times)
+    assert record["exchange_us"]["fake"]["median"] > 0
 
 
 def test_exchange_measures_ranks_and_host(tmp_path: Path) -> None:
