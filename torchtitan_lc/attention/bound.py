@@ -98,9 +98,11 @@ def add_input_gradients(
         multiply = F.linear if product.is_read else unread_product
         ys.append(leaf(multiply(x, weights[product.weight])))
     found = vjp(part.after, [*ys, places, *weights], grads)
-    for product, dy in zip(part.products, found, strict=False):
-        assert dy is not None
-        add_gradient_of_input(dx, dy, weights[product.weight])
+    dys = [dy for dy in found[: len(ys)] if dy is not None]
+    factors = [weights[product.weight] for product in part.products]
+    # One product for all: dx is as large as what is added, and each sum into it is rounded.
+    add_gradient_of_input(dx, _join(dys, -1), _join(factors, 0))
+    for product, dy in zip(part.products, dys, strict=True):
         if leaves[product.weight].requires_grad:
             sums[product.weight].add(gradient_of_weight(dy, x))
     add_all(sums, found[len(ys) + 1 :])
@@ -111,5 +113,5 @@ def add_all(sums: Sequence[GradSum], grads: Sequence[Tensor | None]) -> None:
         total.add(grad)
 
 
-def _join(slices: list[Tensor], axis: int) -> Tensor:
-    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=axis)
+def _join(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)

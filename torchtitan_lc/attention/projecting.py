@@ -67,6 +67,7 @@ class TiledProjections:
             x = self._normed(start, stop)
             tile = self.query.fn(x, self.places[:, start:stop], *weights)
             exchange.write_rows(packed, start, tile)
+        del x, tile  # the last ones; what is received needs memory now
         return exchange.seq_to_heads(packed, overlap=self.overlap)
 
     def project_key_value(self, stage: Stage) -> list[Travelling]:
@@ -80,6 +81,7 @@ class TiledProjections:
             tiles = self.key_value.fn(x, self.places[:, start:stop], *weights)
             for part, tile in zip(packed, tiles, strict=True):
                 exchange.write_rows(part, start, _replicate(tile, stage.all_kv_heads, unique))
+        del x, tiles, part, tile
         return [exchange.seq_to_heads(packed.pop(0), overlap=self.overlap) for _ in range(2)]
 
     def add_outputs(self, outs: Sequence[Tensor]) -> Tensor:

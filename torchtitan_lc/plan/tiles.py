@@ -128,7 +128,9 @@ class _ProjectedTile:
         places_width: int,
     ) -> None:
         self.p, self.shape, self.holds_normed_input = projections, shape, holds_normed_input
-        self.h, self.places = shape.hidden(), shape.places(places_width)
+        # A part of a longer one, as tiles are: of several rows it is no matrix, and products copy it.
+        self.h = shape.hidden(shape.repeats)[:, : shape.tokens]
+        self.places = shape.places(places_width)
         self.q_heads = max((stage.all_q_heads for stage in plan.stages), key=len)
         self.received = max((stage.all_kv_heads for stage in plan.stages), key=len)
         self.kv_heads = tuple(sorted(set(self.received)))
@@ -169,18 +171,21 @@ class _ProjectedTile:
     # -- forward
 
     def _project(self, part: Projection, weights: list[Tensor]) -> Cost:
-        def body() -> Any:
-            x = self._normed()
-            tiles = part.fn(x, self.places, *weights)
-            return x, tiles, self._replicated(tiles)
+        with Meter() as meter:
+            for _ in range(
+                self.shape.repeats
+            ):  # variables hold a tile's until they hold the next one's
+                x = self._normed()
+                tiles = part.fn(x, self.places, *weights)
+                self._replicate(tiles)
+            return _share(meter.cost, self.shape.repeats)
 
-        return _cost(body, self.shape.repeats)
-
-    def _replicated(self, tiles: Any) -> list[Tensor]:
-        """A KV head for each rank that needs it, as _replicate (projecting.py) makes them."""
+    def _replicate(self, tiles: Any) -> None:
+        """A KV head for each rank that needs it, of k and then of v, as projecting.py makes them."""
         received, different = len(self.received), len(self.kv_heads)
-        many = isinstance(tiles, tuple) and received != different
-        return [torch.cat([t] * -(-received // different), dim=2) for t in tiles] if many else []
+        if isinstance(tiles, tuple) and received != different:
+            for tile in tiles:
+                torch.cat([tile] * -(-received // different), dim=2)
 
     def _add_outputs(self, weights: list[Tensor]) -> Any:
         p = self.p

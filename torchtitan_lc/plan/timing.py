@@ -187,7 +187,9 @@ class Timer:
         kv_heads, dkv_heads = (
             2 * sum(s.packed(self.stages[a].kv_heads) for a in each) for each in (arrivals, due)
         )
-        exchange = self._exchange(3 * heads + kv_heads, 3 * stages + 2 * len(arrivals), beside=finish)
+        exchange = self._exchange(
+            3 * heads + kv_heads, 3 * stages + 2 * len(arrivals), beside=finish
+        )
         exchange += self._exchange(heads + dkv_heads, stages + 2 * len(due), beside=project)
         seconds = self._kernel(1)
         ring = self._ring(seconds, s.itemsize + s.wide) + self._ring_sums(backward=True)

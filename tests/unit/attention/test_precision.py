@@ -42,12 +42,20 @@ def _errors(strategy: StagedStrategy) -> list[float]:
 
 @pytest.mark.parametrize("heads_per_stage", [1, 2])
 @pytest.mark.parametrize("tile_tokens", [0, 64])
-def test_stages_cost_no_accuracy_against_one_stage(heads_per_stage: int, tile_tokens: int) -> None:
+@pytest.mark.parametrize("sum_kv_gradients", [True, False])
+def test_stages_cost_no_accuracy_against_one_stage(
+    heads_per_stage: int, tile_tokens: int, sum_kv_gradients: bool
+) -> None:
     """16 stages of one head: a sum that is rounded to bf16 at each of them would be 4 times as far off."""
     plain = _errors(Local(CpuFlash()))
-    staged = _errors(
-        UPipe(CpuFlash(), ulysses=ALONE, heads_per_stage=heads_per_stage, tile_tokens=tile_tokens)
+    strategy = UPipe(
+        CpuFlash(),
+        ulysses=ALONE,
+        heads_per_stage=heads_per_stage,
+        tile_tokens=tile_tokens,
+        sum_kv_gradients=sum_kv_gradients,
     )
+    staged = _errors(strategy)
     names = ("out", "dh", "dnorm", "dwq", "dwk", "dwv", "dwo")
     for name, one, many in zip(names, plain, staged, strict=True):
         assert many <= 1.25 * one, f"{name}: {many:.5f} against {one:.5f}"

@@ -43,6 +43,7 @@ from torchtitan_lc.plan.terms import Moment
 __all__ = ["no_peers"]
 
 LLAMA = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=256)
+NORMED = dataclasses.replace(LLAMA, qk_norm=True)
 ODD = DecoderArgs(3584, 1, 28, 4, 18_944, 256, head_dim=128)  # Qwen 2.5 7B's heads
 SEVEN = DecoderArgs(896, 1, 14, 2, 4864, 256, head_dim=64)
 ONE_KV = DecoderArgs(2048, 1, 16, 1, 5632, 256, head_dim=128)
@@ -151,6 +152,16 @@ CASES: list[tuple[str, DecoderArgs, int, dict[str, Any]]] = [
                                                "attention.hold_normed_input": True}),
     ("ulysses, compiled", LLAMA, 8, {"compile.enable": True, "attention.strategy": "ulysses"}),
     ("local, compiled", LLAMA, 1, {"compile.enable": True, "training.seq_len": 2**17}),
+    ("upipe, two rows, held input, compiled", NORMED, 8, {
+        "training.local_batch_size": 2, "training.seq_len": 2**18, "compile.enable": True,
+        "tiling.mlp_tokens": 1024, "attention.hold_normed_input": True, "attention.sum_kv_gradients": True,
+        "attention.overlap_exchange": True}),
+    ("upipe, four heads, overlap, compiled", LLAMA, 8, {"compile.enable": True,
+                                                        "attention.heads_per_stage": 4,
+                                                        "attention.overlap_exchange": True}),
+    ("32 ranks, small MLP tiles, compiled", LLAMA, 32, {"compile.enable": True,
+                                                        "tiling.mlp_tokens": 1024,
+                                                        "training.seq_len": 2**21}),
     ("odd heads, compiled", ODD, 8, {"compile.enable": True,
                                      "parallelism.context_parallel_ulysses_degree": 8}),
 ]  # fmt: skip

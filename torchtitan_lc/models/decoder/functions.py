@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from functools import cached_property, partial
+from functools import cached_property, wraps
 from types import MethodType
 from typing import Any
 
@@ -33,6 +33,9 @@ RECOMPUTED = ("output", "mlp_half")
 
 # Beside them, the functions that work on tiles.
 _OTHERS = ("query", "key_value", "after_query", "after_key_value", "norm", "loss")
+
+# Of one of them, at most: tiles of several sizes, heads of several stages.
+_COMPILATIONS = 64
 
 
 class Functions:
@@ -145,9 +148,18 @@ class Functions:
         Each is compiled anew for every size of tile and number of heads that occurs: a handful, but
         more than the 8 after which torch would go on uncompiled without a word.
         """
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        self.wrap(partial(torch.compile, backend=backend, dynamic=False))
+
+        def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+            run = torch.compile(fn, backend=backend, dynamic=False)
+
+            @wraps(fn)
+            def call(*tensors: Tensor) -> Any:
+                _allow_recompiles()
+                return run(*tensors)
+
+            return call
+
+        self.wrap(compiled)
 
     def wrap(self, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put ``by`` of each function that works on tiles in its place, in `gradients` too."""
@@ -170,6 +182,15 @@ class Functions:
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # [B, t, n*D] -> [B, t, n, D]
+
+
+def _allow_recompiles() -> None:
+    """In this thread: since torch 2.12 each has settings of its own, and autograd runs a GPU's backward in
+    another one."""
+    settings = torch._dynamo.config
+    if not settings.fail_on_recompile_limit_hit:
+        settings.recompile_limit = max(settings.recompile_limit, _COMPILATIONS)
+        settings.fail_on_recompile_limit_hit = True
 
 
 def _biased(x: Tensor, bias: tuple[Tensor, ...]) -> Tensor:
