@@ -101,6 +101,10 @@ def test_every_figure_can_be_given(tmp_path: Path) -> None:
     cut: dict[str, Any] = {"layers": 32, "extrapolated_from": [2, 4]}
     speeds += [{**whole, "seq_len": m, **cut}]
     _write(tmp_path, "rank8", "bench_rank8", ranks=8, config=config, cases=speeds)
+    in_float8 = [{**case, "tps": _spread(4000.0)} for case in speeds]
+    flags = ["--float8.enable", "--float8.recipe_name", "tensorwise"]
+    later = {"ranks": 8, "config": config, "flags": flags, "date": "2026-12-02"}
+    _write(tmp_path, "rank8_float8", "bench_rank8", cases=in_float8, **later)
     memory = [_dry_run(n, 7.5 * n) for n in (5, 8, 10, 12)]
     memory += [_dry_run(5, 30.0, moments=0), {**_dry_run(11, 70.0), "error": "out of memory"}]
     memory += [{**_dry_run(11, 70.0), "fits": False}, _dry_run(11, 78.5)]
@@ -110,5 +114,6 @@ def test_every_figure_can_be_given(tmp_path: Path) -> None:
     assert list(found) == list(RULES)
     assert found["memory.rank8_8b_8Mi_reserved_gib"]["value"] == 60
     assert found["memory.rank8_8b_5Mi_reserved_gib"]["value"] == 37.5, "with Adam's moments"
+    assert found["speed.rank8_8b_128k_tps"]["value"] == 3000, "float8 is another job"
     assert found["memory.longest_8b_8x80gb_Mi"]["value"] == 10, "12 would take 90 GiB"
     assert found["memory.upipe_selective_5Mi_peak_B"]["value"] == 5.5
