@@ -11,8 +11,12 @@ import sys
 
 import torch.distributed as dist
 
+from torchtitan_lc.components.agreement import same_on_all
+from torchtitan_lc.config import names
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
+from torchtitan_lc.config.validate import check
+from torchtitan_lc.config.values import toml_item
 from torchtitan_lc.distributed.setup import init_distributed, seed_everything
 from torchtitan_lc.preflight import check_job
 from torchtitan_lc.tools.errors import UserError
@@ -22,6 +26,15 @@ from torchtitan_lc.tools.parent import end_with_launcher, is_launched
 from torchtitan_lc.trainer import Trainer
 
 EXIT_USER_ERROR = 2
+
+_PATHS = (
+    "job.config_file",
+    "job.dump_folder",
+    "model.hf_assets_path",
+    "training.dataset_path",
+    "checkpoint.folder",
+    "checkpoint.initial_load_path",
+)
 
 
 def checked_config(argv: list[str]) -> JobConfig:
@@ -45,6 +58,15 @@ def run(config: JobConfig) -> None:
     device = init_distributed(
         device_type(), config.comm.init_timeout_seconds, config.comm.trace_buf_size
     )
+    problems = check(
+        config, dist.get_world_size()
+    )  # launchers may have started other numbers of ranks
+    if problems:
+        raise UserError("\n".join(problems))
+    same_on_all(
+        _settings(config),
+        "The ranks were started with different settings. Give every node the same config and arguments:",
+    )
     trainer = Trainer(config, device)
     try:
         trainer.train()
@@ -52,6 +74,15 @@ def run(config: JobConfig) -> None:
         trainer.close()
     # Not after an error: it waits for the other ranks' communicators, before the error is shown.
     dist.destroy_process_group()
+
+
+def _settings(config: JobConfig) -> dict[str, str]:
+    """What must be the same on all ranks. Files may lie elsewhere on another node."""
+    return {
+        key: toml_item(names.get_key(config, key))
+        for key in names.all_keys()
+        if key not in _PATHS and names.get_key(config, key) is not None
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,4 +110,9 @@ def _is_first() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:
+        # The process group is still up, see run: threads of gloo would abort the interpreter's own exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

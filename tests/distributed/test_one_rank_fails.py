@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers import run_distributed
 from tests.tiny import register_tiny, tiny_config
+from torchtitan_lc.components.agreement import same_on_all
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.trainer import Trainer
 
@@ -35,3 +36,48 @@ def test_a_document_that_one_rank_cannot_read_is_named_by_all(tmp_path: Path) ->
     (first, step), (second, other) = run_distributed(_train, 2, str(tmp_path))
     assert first == second and 'data.jsonl:6 is not a document: it has no field "text"' in first
     assert step == other > 0
+
+
+def _compare(rank: int, world_size: int) -> list[str]:
+    said = []
+    for facts in (
+        {"optimizer.lr": "0.1", "training.steps": "5"},
+        {"optimizer.lr": str(rank % 2), "training.steps": "5"},
+        {"optimizer.lr": "0.1", **({"debug.seed": "7"} if rank else {})},
+    ):
+        try:
+            same_on_all(facts, "They differ:")
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_settings_that_differ_are_named_on_all_ranks_with_the_ranks_that_have_them() -> None:
+    said = run_distributed(_compare, 3)
+    assert said[0] == said[1] == said[2]
+    same, other, absent = said[0]
+    assert same == ""
+    assert other == "They differ:\n  optimizer.lr: 0 on ranks 0, 2; 1 on rank 1"
+    assert absent == "They differ:\n  debug.seed: absent on rank 0; 7 on ranks 1, 2"
+
+
+def _start(rank: int, world_size: int, tmp: str) -> str:
+    """As a launcher that was given another learning rate, and another folder of data, than its peer."""
+    register_tiny()
+    folder = Path(tmp) / f"node{rank}"
+    folder.mkdir()
+    texts = ["the same on both nodes, and long enough for rows of this job. " * 4] * 4
+    if rank:
+        texts.append("one document more. " * 9)
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {"training.dataset": "jsonl", "training.dataset_path": f"{folder}/data.jsonl"}
+    with pytest.raises(UserError) as refused:
+        Trainer(tiny_config({"job.dump_folder": tmp, **settings}), torch.device("cpu"))
+    return str(refused.value)
+
+
+def test_other_data_on_another_node_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    first, second = run_distributed(_start, 2, str(tmp_path))
+    assert first == second
+    assert "training.dataset: jsonl:data.jsonl, 4 documents on rank 0; " in first

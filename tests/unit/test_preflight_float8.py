@@ -53,7 +53,7 @@ def test_without_torchao_the_install_command_is_named(monkeypatch: pytest.Monkey
         importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name)
     )
     (line,) = problems(ON, device_type="cuda")
-    assert 'pip install "torchtitan_lc[float8]"' in line
+    assert "pip install -e '.[float8]'" in line
     assert problems({"float8.enable": False}) == []
 
 

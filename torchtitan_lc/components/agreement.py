@@ -1,14 +1,15 @@
-"""Ranks that decide together: one rank looks, all hear; or all look, and one refusal stops all.
+"""Ranks that decide together: one rank looks, all hear; all look, and one refusal stops all; or all say what
+they have, and a difference stops all.
 
 A check that raises on one rank alone leaves the others waiting in their next collective until it
-times out. These two functions turn such a check into the same answer, or the same error, on all.
-Both are collective over ``group`` (None: the default group); without a process group there is only
+times out. These functions turn such a check into the same answer, or the same error, on all.
+They are collective over ``group`` (None: the default group); without a process group there is only
 one rank to agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -56,3 +57,29 @@ def all_or_none(problem: str | None, group: dist.ProcessGroup | None = None) -> 
     for text in problems:
         if text is not None:
             raise UserError(text)
+
+
+def same_on_all(facts: Mapping[str, str], why: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise UserError on every rank unless all have the same ``facts`` (a text by name): ``why``, and each
+    that differs with its texts and the ranks that have it."""
+    if not dist.is_initialized():
+        return
+    of_rank: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(of_rank, dict(facts), group=group)
+    lines = []
+    for name in dict.fromkeys(name for found in of_rank for name in found):
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(of_rank):
+            ranks.setdefault(found.get(name, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            texts = [f"{text} on {_named(which)}" for text, which in ranks.items()]
+            lines.append(f"  {name}: {'; '.join(texts)}")
+    if lines:
+        raise UserError("\n".join([why, *lines]))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """At most four of them."""
+    shown = ", ".join(map(str, ranks[:4]))
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

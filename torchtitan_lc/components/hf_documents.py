@@ -94,5 +94,5 @@ def check_hf_dataset(dataset_path: str) -> None:
     if importlib.util.find_spec("datasets") is None:
         raise UserError(
             'training.dataset is "hf", which needs the package datasets: '
-            "pip install torchtitan_lc[hf]"
+            "pip install -e '.[hf]' in the checkout"
         )

@@ -57,8 +57,10 @@ def to_toml(config: JobConfig) -> str:
     """All sections and keys of `config`; loading the text gives an equal config.
 
     Keys that are None are left out, as TOML has no word for it. So is job.config_file, which stands
-    in a comment: a loaded config names the file it was really read from.
+    in a comment: a loaded config names the file it was really read from. And so is job.print_config, which
+    asked for the text: a job started from it is to train.
     """
+    left_out = ("job.config_file", "job.print_config")
     lines = []
     if config.job.config_file:
         lines.append(f"# resolved from {toml_item(config.job.config_file)} and the command line")
@@ -66,7 +68,7 @@ def to_toml(config: JobConfig) -> str:
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         for key in names.all_keys():
             value = names.get_key(config, key)
-            if names.section_of(key) == section and value is not None and key != "job.config_file":
+            if names.section_of(key) == section and value is not None and key not in left_out:
                 lines.append(f"{key.rpartition('.')[2]} = {toml_item(value)}")
     return "\n".join(lines) + "\n"
 

@@ -119,7 +119,7 @@ def float8_missing(device_type: str, emulate: bool) -> list[str]:
     if importlib.util.find_spec("torchao") is None:
         problems.append(
             "float8.enable = true needs the package torchao, which is not installed: "
-            'pip install "torchtitan_lc[float8]"'
+            "pip install -e '.[float8]' in the checkout"
         )
     if emulate:
         return problems

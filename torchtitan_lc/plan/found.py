@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 from torchtitan_lc.config import names
@@ -10,7 +11,7 @@ from torchtitan_lc.config.values import toml_item
 from torchtitan_lc.plan.hardware import Cluster
 from torchtitan_lc.plan.job import PlannedModel
 from torchtitan_lc.plan.planner import Plan
-from torchtitan_lc.plan.report import comment_block, tokens
+from torchtitan_lc.plan.report import comment_block, long_enough, tokens
 from torchtitan_lc.plan.search import fastest, longest
 
 
@@ -38,7 +39,7 @@ def _say(plan: Plan, asked: JobConfig, name: str) -> None:
     path = Path(asked.job.dump_folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(as_toml(plan), encoding="utf-8")
-    for key, value in _settings(plan.job.config).items():
+    for key, value in _settings(plan).items():
         if value != names.get_key(asked, key):
             print(f"  {key} = {toml_item(value)}")
     for line in comment_block(plan):
@@ -50,7 +51,7 @@ def as_toml(plan: Plan) -> str:
     """The settings of a plan that are not the defaults, under its figures."""
     lines = comment_block(plan)
     section = None
-    for key, value in _settings(plan.job.config).items():
+    for key, value in _settings(plan).items():
         if names.section_of(key) != section:
             section = names.section_of(key)
             lines += ["", f"[{section}]"]
@@ -58,9 +59,12 @@ def as_toml(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _settings(config: JobConfig) -> dict[str, object]:
-    """Not those that say where the config came from or that it is to be planned."""
-    defaults = JobConfig()
+def _settings(plan: Plan) -> dict[str, object]:
+    """Not those that say where the config came from or that it is to be planned; time limits that the job's
+    layers keep."""
+    defaults, config = JobConfig(), copy.deepcopy(plan.job.config)
+    for key, seconds in long_enough(plan).items():
+        names.set_key(config, key, seconds)
     keys = [key for section in names.all_sections() for key in names.all_keys()
             if names.section_of(key) == section]  # fmt: skip
     passed_over = {"job.config_file", "plan.enable", "plan.search", "plan.ladder"}

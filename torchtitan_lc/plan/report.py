@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torchtitan_lc.config import names
 from torchtitan_lc.plan.changes import Change, alternatives, cheapest
 from torchtitan_lc.plan.job import PlannedModel
 from torchtitan_lc.plan.planner import Plan
@@ -105,16 +106,20 @@ def _time(plan: Plan) -> list[str]:
 def warnings(plan: Plan) -> list[str]:
     """Time limits that a healthy job would run into: a collective waits for what is queued before it, at
     least for one layer's backward."""
-    comm, longest = plan.job.config.comm, plan.time.longest_layer
+    config, longest = plan.job.config, plan.time.longest_layer
     return [
-        f"warning: comm.{key} = {limit} is less than twice the {longest:,.0f} s of one layer's backward, "
-        f"which a collective may have to wait for: set {int(4 * longest) + 1} or more"
-        for key, limit in (
-            ("init_timeout_seconds", comm.init_timeout_seconds),
-            ("train_timeout_seconds", comm.train_timeout_seconds),
-        )
-        if limit < 2 * longest
+        f"warning: {key} = {names.get_key(config, key)} is less than twice the {longest:,.0f} s of one "
+        f"layer's backward, which a collective may have to wait for: set {enough} or more"
+        for key, enough in long_enough(plan).items()
     ]
+
+
+def long_enough(plan: Plan) -> dict[str, int]:
+    """Of the time limits that are too short, by key, one that is not."""
+    config, longest = plan.job.config, plan.time.longest_layer
+    limits = ("comm.init_timeout_seconds", "comm.train_timeout_seconds")
+    too_short = [key for key in limits if names.get_key(config, key) < 2 * longest]
+    return dict.fromkeys(too_short, int(4 * longest) + 1)
 
 
 def verdict(plan: Plan, model: PlannedModel) -> list[str]:

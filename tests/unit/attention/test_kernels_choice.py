@@ -64,7 +64,7 @@ def test_auto_on_a_gpu_takes_the_fastest_that_can(
     choice = choose_kernel("auto", device_type="cuda", dtype=BF16, head_dim=head_dim, packed=packed)
     assert choice.kernel.name == chosen
     assert str(head_dim) in choice.reason and ("packed" in choice.reason) == packed
-    assert ("pip install 'torchtitan_lc[fa4]'" in choice.reason) == (FA4 not in packages)
+    assert ("pip install -e '.[fa4]'" in choice.reason) == (FA4 not in packages)
 
 
 @pytest.mark.parametrize(

@@ -210,5 +210,5 @@ def test_without_torchao_the_command_to_install_it_is_named(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (text,) = float8_missing("cpu", emulate=True)
-    assert 'pip install "torchtitan_lc[float8]"' in text
+    assert "pip install -e '.[float8]'" in text
     assert len(float8_missing("cpu", emulate=False)) == 2

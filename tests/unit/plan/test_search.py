@@ -14,6 +14,7 @@ from torchtitan_lc.launch import main
 from torchtitan_lc.plan.changes import Settings, changed
 from torchtitan_lc.plan.found import as_toml
 from torchtitan_lc.plan.planner import Plan, make_plan
+from torchtitan_lc.plan.report import warnings
 from torchtitan_lc.plan.search import KEPT, MEASURES, STEP, fastest, longest, spreads
 
 UPIPE: Settings = {
@@ -104,3 +105,17 @@ def test_the_ladder_goes_down_and_is_drawn(tmp_path: Path) -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 100 * sizes[-1]
     for points in data["lengths"].values():
         assert [gib for _, gib in points] == sorted(gib for _, gib in points)
+
+
+def test_what_is_written_for_long_rows_has_time_limits_that_its_layers_keep(tmp_path: Path) -> None:
+    of_model, machine = model("llama3", "8B"), cluster()
+    settings = {**UPIPE, "training.seq_len": 8 * 2**20, "activation_offload.enable": True}
+    made = make_plan(config(settings), of_model, machine)
+    assert len(warnings(made)) == 1, "the limit of the steps after the first is longer"
+    path = tmp_path / "found.toml"
+    path.write_text(as_toml(made), encoding="utf-8")
+    again = make_plan(load_config(["--config", str(path)], quiet=True), of_model, machine)
+    assert warnings(again) == [] and _figures(again) == _figures(made)
+    assert "[comm]" not in as_toml(make_plan(config(UPIPE), of_model, machine)), (
+        "nothing to say there"
+    )

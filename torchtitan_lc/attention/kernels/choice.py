@@ -106,7 +106,7 @@ def choose_kernel(
         return KernelChoice(Math(), reason)
     reason = f"the fastest that is here for {text}" + _price(found, packed)
     if FlashAttention4().unsupported(*case) == FA4_MISSING:
-        reason += "; on Hopper and Blackwell pip install 'torchtitan_lc[fa4]' would be faster"
+        reason += "; on Hopper and Blackwell pip install -e '.[fa4]' would be faster"
     whole = _fastest(device_type, dtype, head_dim, packed=False)
     if whole is not None and whole.name != found.name:
         return KernelChoice(ByRows(whole, found), reason)

@@ -24,7 +24,7 @@ from torchtitan_lc.attention.kernels.cuda import (
     older_than,
 )
 
-FA4_MISSING = "needs the package flash-attn-4: pip install 'torchtitan_lc[fa4]'"
+FA4_MISSING = "needs the package flash-attn-4: pip install -e '.[fa4]' in the checkout"
 
 
 def installed(module: str) -> bool:
@@ -63,7 +63,7 @@ def _deterministic() -> bool:
 
 
 class FlashAttention4(VarlenKernel):
-    """flash-attn-4 (`pip install torchtitan_lc[fa4]`): fastest on Hopper and Blackwell.
+    """flash-attn-4 (`pip install -e '.[fa4]'`): fastest on Hopper and Blackwell.
 
     Its functions are called directly: they compile at first use (seconds), and torch's own switch for
     FA4 does not know this release.
