@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Turn a Hugging Face folder into a step folder, or the weights of a step folder into one of theirs.
 
-python scripts/convert_hf.py from HF_FOLDER STEP_FOLDER --model.name llama3 --model.flavor from_hf
-python scripts/convert_hf.py to STEP_FOLDER HF_FOLDER --config my_job
+scripts/convert_hf from HF_FOLDER STEP_FOLDER --model.name llama3 --model.flavor from_hf
+scripts/convert_hf to STEP_FOLDER HF_FOLDER --config my_job
 
 What follows the two folders are settings as for run_train.sh: they say which model it is, and for `to`
 where its tokenizer lies (model.hf_assets_path) and how long its rows were (training.seq_len). One
@@ -38,6 +38,7 @@ from torchtitan_lc.config.manager import load_config  # noqa: E402
 from torchtitan_lc.models.spec import identity  # noqa: E402
 from torchtitan_lc.preflight import JobModel, job_hf, job_model, parameter_shapes  # noqa: E402
 from torchtitan_lc.tools.errors import UserError  # noqa: E402
+from torchtitan_lc.tools.stdout import reader_may_leave  # noqa: E402
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -57,6 +58,7 @@ def from_hf(source: Path, target: Path, config: JobConfig) -> None:
         name = form.name(ours)
         with safe_open(stored[name].file, framework="pt") as file:
             state[f"model.{ours}"] = file.get_tensor(name)
+    target.mkdir(parents=True, exist_ok=True)  # torch's writer would wrap the error in a traceback
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with reading.no_single_process_warning():
         dcp.save(state, checkpoint_id=target, planner=planner, no_dist=True)
@@ -116,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for a mistake that the user can fix."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["-h"], ["--help"]):
-        print(__doc__)
+        with reader_may_leave():
+            print(__doc__)
         return 0
     is_complete = len(words) >= 3 and not any(word.startswith("-") for word in words[1:3])
     if not is_complete or words[0] not in ("from", "to"):
@@ -128,6 +131,15 @@ def main(argv: list[str] | None = None) -> int:
         convert(source, target, load_config(words[3:]))
     except UserError as error:
         print(f"convert_hf cannot go on:\n{error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:  # no file's: nothing that another path would mend
+            raise
+        print(
+            f"convert_hf cannot go on:\n{error.filename}: {error.strerror}; check the two folders and their "
+            "permissions, or name others",
+            file=sys.stderr,
+        )
         return 2
     print(f"{source} -> {target}")
     return 0

@@ -5,8 +5,8 @@
                       2. preflight           all rule failures at once, before any process group
                       3. one `python -m torchtitan_lc.train <job arguments>` per rank
 
-Exit code: 0, 2 for a mistake of the user's, 3 for a plan or a dry run that does not fit, else that of the
-failed worker (128 + n for signal n).
+Exit code: 0, 2 for a mistake of the user's, 3 for a plan or a dry run that does not fit, 141 where nobody
+reads what was to be printed, else that of the failed worker (128 + n for signal n).
 """
 
 import argparse
@@ -17,11 +17,13 @@ from pathlib import Path
 
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import load_config, to_toml
+from torchtitan_lc.config.resolve import plan_is_asked
 from torchtitan_lc.dry_run import command as dry_run
 from torchtitan_lc.plan import command as plan
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import init_logger, logger
 from torchtitan_lc.tools.parent import LAUNCHER_PID
+from torchtitan_lc.tools.stdout import reader_may_leave
 
 WORKER_MODULE = "torchtitan_lc.train"
 
@@ -34,7 +36,12 @@ def _positive(text: str) -> int:
 
 
 def _ranks(text: str) -> frozenset[int]:
-    return frozenset(int(part) for part in text.split(","))
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"LOG_RANK={text} is not a comma list of ranks such as 0,3"
+        ) from error
 
 
 def split_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -98,8 +105,10 @@ def preflight(config: JobConfig, args: argparse.Namespace) -> str:
 def start(config: JobConfig, args: argparse.Namespace, job_args: list[str]) -> int:
     """Check, then run the workers to their end; the exit code."""
     device = preflight(config, args)
+    from torchtitan_lc.tools.folder_lock import held
     from torchtitan_lc.tools.workers import Workers, run_workers
 
+    dump_folder = Path(config.job.dump_folder)
     workers = Workers(
         nproc_per_node=args.nproc_per_node,
         nnodes=args.nnodes,
@@ -108,32 +117,42 @@ def start(config: JobConfig, args: argparse.Namespace, job_args: list[str]) -> i
         rdzv_endpoint=args.rdzv_endpoint,
         rdzv_id=args.rdzv_id,
         shown_ranks=args.log_rank,
-        log_folder=Path(config.job.dump_folder) / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S"),
+        log_folder=dump_folder / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S"),
         # By this a worker knows that the job is checked, and whom to end with (tools/parent.py).
         environment={LAUNCHER_PID: str(os.getpid())},
     )
     nodes = f"{args.nnodes} nodes x " if args.nnodes > 1 else ""
     others = f"; other ranks' output: {workers.log_folder}"
-    logger.info(
-        f"Starting {nodes}{args.nproc_per_node} {device} process(es)"
-        + (others if workers.world_size > len(args.log_rank) else "")
-    )
-    return run_workers(workers, ["-m", WORKER_MODULE, *job_args])
+    # By where they meet, nodes know each other as one job's; each may call the host by another name.
+    port = args.rdzv_endpoint.rpartition(":")[2]
+    job = f"{args.rdzv_id} at port {port}" if args.nnodes > 1 else None
+    with held(dump_folder, job):
+        logger.info(
+            f"Starting {nodes}{args.nproc_per_node} {device} process(es)"
+            + (others if workers.world_size > len(args.log_rank) else "")
+        )
+        return run_workers(workers, ["-m", WORKER_MODULE, *job_args])
 
 
 def main(argv: list[str] | None = None) -> int:
     """The program; ``argv`` is without its name. Returns the exit code."""
-    args, job_args = split_args(sys.argv[1:] if argv is None else argv)
-    init_logger()
     try:
-        config = load_config(job_args)
-        if config.job.print_config:
-            print(to_toml(config))
-            return 0
-        if plan.is_asked(config):
-            return plan.run(config)
-        if dry_run.is_asked(config):
-            return dry_run.run(config)
+        with reader_may_leave():
+            args, job_args = split_args(sys.argv[1:] if argv is None else argv)
+            init_logger()
+            config = load_config(job_args)
+            if config.job.print_config:
+                print(to_toml(config))
+                return 0
+            if plan_is_asked(config) and dry_run.is_asked(config):
+                raise UserError(
+                    "plan.enable, plan.search or plan.ladder with dry_run.enable: give one of --plan and "
+                    "--dry_run; a dry run prints the job's plan beside what it measures"
+                )
+            if plan_is_asked(config):
+                return plan.run(config)
+            if dry_run.is_asked(config):
+                return dry_run.run(config)
         return start(config, args, job_args)
     except UserError as error:
         indented = str(error).strip().replace("\n", "\n  ")

@@ -26,7 +26,8 @@ from torchtitan_lc.components.data import check_dataset
 from torchtitan_lc.components.hf_export import hugging_face_form
 from torchtitan_lc.components.hf_folder import HuggingFaceForm
 from torchtitan_lc.components.metric_writers import missing_packages
-from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_lc.components.output_folders import unwritable
+from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer, check_goes_with
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.no_effect import warn
 from torchtitan_lc.config.resolve import resolve_strategy
@@ -152,16 +153,22 @@ def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) 
     """What the parts of the job say when they are asked, each independently of the others."""
     problems: list[str] = []
 
-    def collect(step: Callable[[], T]) -> T | None:
+    def collect(step: Callable[[], T], reads: str = "") -> T | None:
+        """reads: the key that names the files which ``step`` reads, if it reads any."""
         try:
             return step()
         except (UserError, ValueError) as error:
             problems.append(str(error))
-            return None
+        except OSError as error:
+            if not reads:
+                raise
+            problems.append(_not_read(reads, error))
+        return None
 
     model = collect(lambda: job_model(config))
     tokenizer = collect(
-        lambda: build_tokenizer(config.model.tokenizer, config.model.hf_assets_path)
+        lambda: build_tokenizer(config.model.tokenizer, config.model.hf_assets_path),
+        reads="model.hf_assets_path",
     )
     if model is not None:
         collect(lambda: job_kernel(config, model.args, device_type))
@@ -172,24 +179,39 @@ def _checkable(config: JobConfig, device_type: str, ranks_per_node: int | None) 
             collect(lambda: layer_modes(ac.mode, selective, model.args.n_layers))
         if tokenizer is not None:
             collect(lambda: _check_vocabulary(tokenizer, model))
+        if config.compile.enable:
+            collect(lambda: _check_backend(config.compile.backend))
         if config.float8.enable:
             problems += _float8_problems(config, model, device_type)
-    collect(lambda: check_dataset(config.training))
-    collect(lambda: _check_dump_folder(config.job.dump_folder))
+    collect(lambda: check_dataset(config.training), reads="training.dataset_path")
+    problems += unwritable(config)
     problems += missing_packages(config.metrics)
+    loaded = "checkpoint.folder or checkpoint.initial_load_path"
     start = collect(
-        lambda: choose_start(config.checkpoint, config.job.dump_folder, config.model.hf_assets_path)
+        lambda: choose_start(
+            config.checkpoint,
+            config.job.dump_folder,
+            config.model.hf_assets_path,
+            config.training.steps,
+        ),
+        reads=loaded,
     )
     if model is not None:
-        form = collect(lambda: job_hf(config, model))
+        form = collect(lambda: job_hf(config, model), reads="model.hf_assets_path")
         if start is not None and start.path is not None:
             if not start.in_hf:
                 path = start.path
-                collect(lambda: _check_fits(config, model, path))
+                collect(lambda: _check_fits(config, model, path), reads=loaded)
             elif form is not None:
                 path = start.path
-                collect(lambda: _check_fits_hf(config, model, form, path))
+                collect(lambda: check_goes_with(config.model.tokenizer, path), reads=loaded)
+                collect(lambda: _check_fits_hf(config, model, form, path), reads=loaded)
     return problems
+
+
+def _not_read(key: str, error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{key}: {where}{error.strerror or error}; check the path and its permissions, or name another"
 
 
 def _check_strategy(config: JobConfig, args: Any, ranks_per_node: int | None) -> None:
@@ -211,6 +233,18 @@ def _check_strategy(config: JobConfig, args: Any, ranks_per_node: int | None) ->
         heads_per_stage=heads_per_stage,
     )
     strategy.check(attention_shape(config, args))
+
+
+def _check_backend(name: str) -> None:
+    # Half a second, which only jobs that compile have to spend.
+    from torch._dynamo import list_backends
+
+    if name in list_backends(exclude_tags=None):
+        return
+    raise UserError(
+        f"compile.backend = {name!r}: torch has no such backend; choose one of "
+        f"{', '.join(list_backends())}"
+    )
 
 
 def _float8_problems(config: JobConfig, model: JobModel, device_type: str) -> list[str]:
@@ -242,19 +276,6 @@ def _check_fits_hf(config: JobConfig, model: JobModel, form: HuggingFaceForm, pa
     problem = hf_folder.misfit(path, shapes)
     if problem:
         raise UserError(problem)
-
-
-def _check_dump_folder(dump_folder: str) -> None:
-    """UserError where the folder is not there and cannot be made, or cannot be written to."""
-    folder = Path(dump_folder).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        problem = f"{existing} is a file"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{existing} cannot be written to"
-    else:
-        return
-    raise UserError(f"job.dump_folder = {dump_folder!r}: {problem}; name another folder")
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: JobModel) -> None:

@@ -26,13 +26,13 @@ from torchtitan_lc.attention.kernels import Kernel
 from torchtitan_lc.attention.layout import Layout
 from torchtitan_lc.attention.staged import StagedStrategy
 from torchtitan_lc.attention.strategies import make_strategy
-from torchtitan_lc.components.agreement import all_or_none
+from torchtitan_lc.components.agreement import all_or_none, same_on_all
 from torchtitan_lc.components.checkpoint import CheckpointManager
 from torchtitan_lc.components.data import build_loader
 from torchtitan_lc.components.lr_scheduler import build_lr_scheduler
 from torchtitan_lc.components.metrics import MetricsProcessor, flops_per_token
 from torchtitan_lc.components.optimizer import build_optimizer
-from torchtitan_lc.components.tokenizer import build_tokenizer
+from torchtitan_lc.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lc.config.job_config import JobConfig
 from torchtitan_lc.config.manager import to_toml
 from torchtitan_lc.config.resolve import accumulation_steps, resolve_degrees, resolve_strategy
@@ -135,6 +135,15 @@ class Trainer:
             self.rows_per_step,
             multiple=self.strategy.layout.multiple,
         )
+        same_on_all(
+            {
+                "training.dataset": "{name}, {documents:,} documents".format(
+                    **self.loader.fingerprint()
+                ),
+                "model.tokenizer": _described(tokenizer),
+            },
+            "The ranks read different data. Give every node the same files:",
+        )
         self.shape = attention_shape(config, args)
         self.releases_memory = releases_memory(config, self._buffer_bytes(), device)
         self.strategy.check(self.shape)
@@ -168,7 +177,7 @@ class Trainer:
             model_identity=identity(self.job_model.spec, config.model.flavor, args),
             hf=job_hf(config, self.job_model),
         )
-        self._log_start(kernel.kernel.name, kernel.reason)
+        self._log_start(kernel.kernel.name, kernel.reason, tokenizer)
 
     def _build_strategy(self, kernel: Kernel) -> StagedStrategy:
         """The config's, with "auto" decided by the size of a hidden-state buffer on this device."""
@@ -216,13 +225,13 @@ class Trainer:
     def train(self) -> None:
         """Resume if there is something to resume, train to `training.steps`, save."""
         config = self.config
-        start = self.checkpointer.load()
         steps = config.training.steps
+        start = self.checkpointer.load(steps)
         if start >= steps:
-            logger.info(
-                f"Training is complete: step {start} of {steps} is done. "
-                "Set training.steps higher to continue."
-            )
+            self.checkpointer.export_if_missing(start)
+            # Of a step of weights alone, which no run goes on from, no state is loaded.
+            advice = " Set training.steps higher to continue." if self.state.step else ""
+            logger.info(f"Training is complete: step {start} of {steps} is done.{advice}")
             return
         self._save_config()
         logger.info(f"Training starts at step {start + 1} of {steps}")
@@ -349,7 +358,7 @@ class Trainer:
     def _n_params(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 
-    def _log_start(self, kernel: str, reason: str) -> None:
+    def _log_start(self, kernel: str, reason: str, tokenizer: Tokenizer) -> None:
         config, dims = self.config, self.dims
         found = ", ".join(f"{name} {version}" for name, version in versions().items())
         logger.info(f"{config.job.description}: {found}")
@@ -367,6 +376,20 @@ class Trainer:
             f"{self.accumulation} micro-batches of {config.training.local_batch_size} rows for each of "
             f"{self.dims.dp} data-parallel groups"
         )
+        training, data = config.training, self.loader.fingerprint()
+        count = f"{data['documents']:,} documents" if data["documents"] else "a stream"
+        logger.info(f"Data: {data['name']}, {count}; tokenizer {_described(tokenizer)}")
+        float8 = config.float8
+        numbers = [
+            f"weights {training.dtype}, forward and backward {training.mixed_precision_param}"
+        ]
+        if float8.enable:
+            but = f" but for {', '.join(float8.filter_fqns)}" if float8.filter_fqns else ""
+            numbers.append(f"the blocks' products in float8 ({float8.recipe_name}){but}")
+        numbers.append(
+            f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
+        )
+        logger.info(f"Numbers: {'; '.join(numbers)}")
         logger.info(f"Device: {describe_device(self.device.type)}")
 
     # -- housekeeping
@@ -407,3 +430,7 @@ class Trainer:
         self.checkpointer.close()
         self.loader.close()
         gc.enable()
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{type(tokenizer).__name__} of {tokenizer.vocab_size:,} tokens"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.helpers import run_distributed
-from tests.hf_folders import KINDS, NAMES, differing, make_folder, read_weights
+from tests.hf_folders import KINDS, NAMES, differing, make_folder, read_weights, write_weights
 from tests.tiny import tiny_config
 from torchtitan_lc.components import hf_export
 from torchtitan_lc.components.hf_export import Exporter
@@ -229,6 +232,71 @@ def test_exports_while_training_goes_on_change_no_bit_and_hold_their_own_step(
     # The same command goes on from the job's own step, not from the Hugging Face folder.
     run_distributed(train_and_export, 2, str(folders), busy, {"training.steps": 4})
     assert [line["step"] for line in _logged(busy)] == [1, 2, 3, 4]
+
+
+def _train_two_steps(
+    rank: int, world_size: int, folder: str, out: str, settings: dict[str, Any]
+) -> int:
+    """How many steps it trained."""
+    own = {"job.dump_folder": out, "training.steps": 2, "optimizer.lr": 0.05, **settings}
+    trainer = _trainer("llama_tied", folder, own)
+    step, trained = trainer.train_step, []
+
+    def counted(metrics: Any) -> Any:
+        trained.append(1)
+        return step(metrics)
+
+    trainer.train_step = counted  # type: ignore[method-assign]
+    trainer.train()
+    trainer.close()
+    return len(trained)
+
+
+def _remove(export: Path) -> None:
+    shutil.rmtree(export)
+
+
+def _leave_unfinished(export: Path) -> None:
+    export.rename(export.with_name(export.name + ".unfinished"))
+
+
+def _cut_short(export: Path) -> None:
+    file = export / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _make_older(export: Path) -> None:
+    """As one of a run that was left by load_step; its weights are another's."""
+    write_weights(export, {name: torch.zeros_like(t) for name, t in read_weights(export).items()})
+    os.utime(export / "config.json", (1, 1))
+
+
+@pytest.mark.parametrize("lose", [_remove, _leave_unfinished, _cut_short, _make_older])
+@pytest.mark.parametrize("model_only", [False, True])
+def test_an_export_that_a_finished_run_owes_is_made_up_for_by_the_same_command(
+    folders: Path, tmp_path: Path, lose: Callable[[Path], None], model_only: bool
+) -> None:
+    settings: dict[str, Any] = {
+        "checkpoint.last_save_model_only": model_only,
+        "checkpoint.exclude_from_loading": ["model"],  # which is not meant for an export
+    }
+    run = (_train_two_steps, 2, str(folders), str(tmp_path), settings)
+    assert run_distributed(*run) == [2, 2]
+    export = tmp_path / "hf" / "step-2"
+    want = read_weights(export)
+    lose(export)
+    assert run_distributed(*run) == [0, 0]
+    assert differing(read_weights(export), want) == []
+    assert (export / "config.json").is_file()
+    assert [p.name for p in export.parent.iterdir()] == ["step-2"]
+
+
+def test_an_export_that_is_there_is_left_alone(folders: Path, tmp_path: Path) -> None:
+    run: tuple[Any, ...] = (_train_two_steps, 1, str(folders), str(tmp_path), {})
+    run_distributed(*run)
+    (tmp_path / "hf" / "step-2" / "notes.txt").write_text("somebody's own")
+    run_distributed(*run)
+    assert (tmp_path / "hf" / "step-2" / "notes.txt").is_file()
 
 
 def _logged(folder: str) -> list[dict[str, float]]:

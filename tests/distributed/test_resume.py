@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_distributed
+from tests.small_run import SmallRun
 from tests.tiny import register_tiny, tiny_config
+from torchtitan_lc.components.checkpoint_folders import find_latest, inspect
+from torchtitan_lc.config.job_config import Checkpoint
+from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -153,3 +158,50 @@ def test_a_complete_job_says_so_and_trains_nothing(tmp_path: Path) -> None:
         torch.equal(first[0]["weights"][n], again[0]["weights"][n]) for n in first[0]["weights"]
     )
     assert len(_logged(tmp_path)) == 2
+
+
+def test_a_job_that_ended_with_weights_alone_is_complete_until_its_steps_are_raised(
+    tmp_path: Path,
+) -> None:
+    settings = {"checkpoint__last_save_model_only": True}
+    _run(2, tmp_path, 4, **settings)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    again = _run(2, tmp_path, 4, **settings)
+    assert [answer["labels"] for answer in again] == [[], []]
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+    raised = _run(1, tmp_path, 5, **settings)
+    assert raised[0]["step"] == 5 and len(_logged(tmp_path)) == 5  # from step 2, with step 3 anew
+    assert [line["step"] for line in _logged(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def _save_with_no_room_on_rank_one(
+    rank: int, world_size: int, folder: str, async_mode: Any
+) -> list[str]:
+    """What each rank is told of a save in which rank 1 may write 50,000 bytes to a file."""
+    settings = Checkpoint(enable=True, interval=1, keep_latest_k=0, async_mode=async_mode)
+    run = SmallRun(folder, settings, width=5000)
+    run.train_to(1).manager.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    told = []
+    try:
+        run.train_to(2)
+        run.manager.wait()
+    except UserError as error:
+        told.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return told
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_rank_that_cannot_write_its_shard_is_named_by_all_as_a_disk_without_room(
+    tmp_path: Path, async_mode: str
+) -> None:
+    told = run_distributed(_save_with_no_room_on_rank_one, 2, str(tmp_path), async_mode)
+    path = tmp_path / "checkpoint" / "step-2"
+    for (text,) in told:
+        assert f"checkpoint {path} could not be written: torch.save could not write all" in text
+        assert "as on a full disk" in text and "bytes are free there" in text
+        assert "Older checkpoints are untouched" in text
+    assert find_latest(path.parent)[0] == inspect(path.with_name("step-1"), 1)

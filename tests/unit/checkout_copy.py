@@ -13,7 +13,13 @@ def copy_checkout(tmp_path: Path) -> Path:
     """Copies the scripts. Beside them, bin/python prints its arguments and settings."""
     copy = tmp_path / "a checkout"
     (copy / "scripts").mkdir(parents=True)
-    for name in ("run_train.sh", "scripts/env", "scripts/requirements_met.py", "scripts/test"):
+    for name in (
+        "run_train.sh",
+        "scripts/convert_hf",
+        "scripts/env",
+        "scripts/requirements_met.py",
+        "scripts/test",
+    ):
         shutil.copy(ROOT / name, copy / name)
     (copy / "pyproject.toml").write_text(
         '[project]\ndependencies = ["pip"]\n[project.optional-dependencies]\ndev = ["pip>=1"]\n'

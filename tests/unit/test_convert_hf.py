@@ -56,8 +56,12 @@ def test_from_and_to_give_back_the_same_bytes(
         (["from", "{hf}", "{hf}"], "exists already"),
         (["from", "{tmp}/nothing", "{tmp}/new"], "nothing"),
         (["to", "{hf}", "{tmp}/new"], "is not a complete step folder: it has no .metadata"),
-        (["to", "{hf}"], "python scripts/convert_hf.py from HF_FOLDER STEP_FOLDER"),
-        (["into", "{hf}", "{tmp}/new"], "python scripts/convert_hf.py from HF_FOLDER STEP_FOLDER"),
+        (
+            ["from", "{hf}", "{hf}/config.json/deep"],
+            "config.json/deep: Not a directory; check the two",
+        ),
+        (["to", "{hf}"], "scripts/convert_hf from HF_FOLDER STEP_FOLDER"),
+        (["into", "{hf}", "{tmp}/new"], "scripts/convert_hf from HF_FOLDER STEP_FOLDER"),
     ],
 )
 def test_mistakes_are_told_with_exit_code_2_and_nothing_is_written(

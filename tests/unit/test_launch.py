@@ -1,6 +1,7 @@
 """The launcher: its arguments, and what it checks before any process is started."""
 
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lc import launch
+from torchtitan_lc.config import names
 from torchtitan_lc.config.job_config import JobConfig
-from torchtitan_lc.tools import workers
+from torchtitan_lc.tools import folder_lock, workers
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.parent import LAUNCHER_PID
 
@@ -49,6 +51,28 @@ def test_a_wrong_launcher_argument_ends_with_exit_code_2(
     assert "error:" in capsys.readouterr().err
 
 
+def test_a_log_rank_that_is_no_number_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOG_RANK", "a")  # which the logger reads too
+    with pytest.raises(SystemExit) as raised:
+        launch.main(["--nproc_per_node", "1", "--log_rank", "a"])
+    assert raised.value.code == 2
+    assert "LOG_RANK=a is not a comma list of ranks" in capsys.readouterr().err
+
+
+def test_a_plan_and_a_dry_run_at_once_are_refused(
+    no_workers: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = JobConfig()
+    config.plan.enable = config.dry_run.enable = True
+    monkeypatch.setattr(launch, "load_config", lambda argv: config)
+    assert launch.main(["--nproc_per_node", "2"]) == 2
+    assert "give one of --plan and --dry_run" in capsys.readouterr().err
+
+
 def test_a_log_rank_that_does_not_exist_is_refused() -> None:
     launch.check_shown_ranks(frozenset({0, 3}), world_size=4)
     with pytest.raises(UserError, match=r"LOG_RANK names 4, .* 0 to 3"):
@@ -63,7 +87,7 @@ def test_more_processes_than_gpus_are_refused_but_not_on_a_cpu() -> None:
 
 
 @pytest.fixture
-def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def no_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Records the commands that `main` would start, on 2 CPU ranks with a job that passes."""
     started: list[list[str]] = []
 
@@ -72,6 +96,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         started.append(command)
         return 0
 
+    monkeypatch.chdir(tmp_path)  # of the default dump folder
     monkeypatch.setattr(workers, "run_workers", start)
     monkeypatch.setattr(launch, "load_config", lambda argv: JobConfig())
     monkeypatch.setattr(launch, "init_logger", lambda: None)
@@ -108,6 +133,56 @@ def test_a_job_that_preflight_refuses_starts_no_worker(
     assert capsys.readouterr().err == expected
 
 
+def test_a_second_job_in_a_dump_folder_starts_no_worker(
+    no_workers: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(JobConfig().job.dump_folder)
+    with folder_lock.held(folder):
+        assert launch.main(["--nproc_per_node", "2"]) == 2
+    said = capsys.readouterr().err
+    assert f"job.dump_folder = '{folder}' is in use" in said and no_workers == []
+    assert launch.main(["--nproc_per_node", "2"]) == 0
+
+
+def test_nodes_of_one_job_share_its_dump_folder_and_another_job_is_refused(
+    no_workers: list[list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [
+        "--nproc_per_node",
+        "2",
+        "--nnodes",
+        "2",
+        "--rdzv_endpoint",
+        "node0:29500",
+        "--rdzv_id",
+    ]
+    codes = []
+
+    def first_node(plan: workers.Workers, command: list[str]) -> int:
+        monkeypatch.setattr(workers, "run_workers", lambda plan, command: 0)
+        codes.append(launch.main([*nodes, "run7"]))  # the second node, while the first one works
+        codes.append(launch.main([*nodes, "run8"]))
+        return 0
+
+    monkeypatch.setattr(workers, "run_workers", first_node)
+    assert launch.main([*nodes, "run7"]) == 0
+    assert codes == [0, 2] and "is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["job.print_config", "plan.enable", "dry_run.enable"])
+def test_what_starts_no_workers_takes_no_lock(
+    no_workers: list[list[str]], monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    config = JobConfig()
+    names.set_key(config, asked, True)
+    monkeypatch.setattr(launch, "load_config", lambda argv: config)
+    for command in (launch.plan, launch.dry_run):
+        monkeypatch.setattr(command, "run", lambda config: 0)
+    with folder_lock.held(Path(config.job.dump_folder)):
+        assert launch.main(["--nproc_per_node", "2"]) == 0
+    assert no_workers == []
+
+
 def test_a_wrong_config_ends_with_exit_code_2_and_no_traceback(
     no_workers: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -131,6 +206,24 @@ def test_print_config_prints_and_starts_no_worker(
     monkeypatch.setattr(launch, "load_config", lambda argv: config)
     assert launch.main(["--nproc_per_node", "2"]) == 0
     assert "[training]" in capsys.readouterr().out and no_workers == []
+
+
+@pytest.mark.parametrize("asked", ["--help", "--job.print_config"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_nobody_reads_to_its_end_ends_quietly(asked: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchtitan_lc.launch", "--nproc_per_node", "1", "--", asked]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_config_is_read_before_torch_is_loaded() -> None:

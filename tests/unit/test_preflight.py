@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests.helpers import run_distributed
+from torchtitan_lc import preflight
 from torchtitan_lc.components.checkpoint_folders import choose_start
 from torchtitan_lc.config import names
 from torchtitan_lc.config.job_config import JobConfig
@@ -83,6 +86,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         ["[model.rope]", "factor=0.5", "factor >= 1"],
     ),
     "kernel of another device": ({"attention.kernel": "cudnn"}, 2, ["'cudnn'", "cpu"]),
+    "unknown backend": (
+        {"compile.enable": True, "compile.backend": "foo"},
+        2,
+        ["compile.backend = 'foo'", "inductor"],
+    ),
     "dataset without a path": ({"training.dataset": "text"}, 2, ["training.dataset_path"]),
     "missing dataset": (
         {"training.dataset": "jsonl", "training.dataset_path": "no/such.jsonl"},
@@ -189,6 +197,63 @@ def test_a_dump_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+SAVES = {"checkpoint.enable": True}
+FOLDERS = {
+    "checkpoint": (SAVES, "checkpoint.folder = 'checkpoint'"),
+    "elsewhere/ckpt": (SAVES | {"checkpoint.folder": "elsewhere/ckpt"}, "checkpoint.folder = "),
+    "hf": (SAVES | {"checkpoint.hf_interval": 5}, "job.dump_folder = "),
+    "logs": ({}, "job.dump_folder = "),
+    "tb": ({"metrics.enable_tensorboard": True}, "metrics.save_tb_folder = 'tb'"),
+}
+
+
+@pytest.mark.parametrize(("name", "settings", "said"), [(k, *v) for k, v in FOLDERS.items()])
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_run_needs_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: dict[str, Any],
+    said: str,
+) -> None:
+    shut = tmp_path / name
+    shut.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != shut)
+    (line,) = problems({"job.dump_folder": str(tmp_path), **settings})
+    assert line.startswith(said) and f"{shut} cannot be written to" in line
+    assert problems({"job.dump_folder": str(tmp_path)}) == ([line] if name == "logs" else [])
+
+
+def test_one_thing_in_the_way_of_several_folders_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file" / "job")
+    (line,) = problems({"job.dump_folder": inside, **SAVES, "checkpoint.hf_interval": 5})
+    assert line.startswith("job.dump_folder = ")
+    (line,) = problems({"job.dump_folder": str(tmp_path), **SAVES, "checkpoint.folder": inside})
+    assert line.startswith(f"checkpoint.folder = '{inside}': {tmp_path / 'file'} is a file")
+    absolute = {"checkpoint.folder": str(tmp_path / "file")}
+    (line,) = problems({"job.dump_folder": str(tmp_path), **SAVES, **absolute})
+    assert "is a file" in line
+
+
+@pytest.mark.parametrize(
+    ("reader", "key"),
+    [
+        ("check_dataset", "training.dataset_path"),
+        ("build_tokenizer", "model.hf_assets_path"),
+        ("choose_start", "checkpoint.folder or checkpoint.initial_load_path"),
+    ],
+)
+def test_a_path_that_cannot_be_read_is_a_line_with_its_key(
+    monkeypatch: pytest.MonkeyPatch, reader: str, key: str
+) -> None:
+    def refuse(*asked: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/data/shut")
+
+    monkeypatch.setattr(preflight, reader, refuse)
+    (line,) = problems({})
+    assert line.startswith(f"{key}: /data/shut: Permission denied; check the path")
+
+
 def test_packages_that_metrics_need_are_looked_for_before_workers_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,7 +263,7 @@ def test_packages_that_metrics_need_are_looked_for_before_workers_start(
     found = problems({"metrics.enable_wandb": True, "metrics.enable_tensorboard": True})
     assert len(found) == 2
     assert any("pip install tensorboard" in text for text in found)
-    assert any('pip install "torchtitan_lc[wandb]"' in text for text in found)
+    assert any("pip install -e '.[wandb]'" in text for text in found)
 
 
 def test_a_key_without_effect_is_said_once_and_not_by_a_quiet_check(

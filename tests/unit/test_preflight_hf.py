@@ -59,6 +59,19 @@ def test_a_folder_of_this_model_passes(job: dict[str, Any]) -> None:
     assert problems(job) == []
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_weights_that_came_with_a_tokenizer_are_not_trained_on_bytes(
+    job: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "hf" / name).write_text("{}")
+    (line,) = problems(job | {"model.tokenizer": "byte"})
+    assert f"({name})" in line and 'model.tokenizer = "auto"' in line
+    del job["checkpoint.initial_load_in_hf"]
+    assert problems(job | {"model.tokenizer": "byte"}) == [], (
+        "weights of one's own may be new to it"
+    )
+
+
 def test_weights_of_another_model_stop_the_job_with_the_whole_list(
     job: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -182,7 +182,14 @@ def test_run_train_works_through_a_symlink(checkout: Path) -> None:
 
 def test_a_python_that_does_not_exist_is_named(checkout: Path) -> None:
     result = _run(checkout, PYTHON="/no/such/python")
-    assert result.returncode != 0 and "PYTHON=/no/such/python is not a program" in result.stderr
+    assert result.returncode == 2 and "PYTHON=/no/such/python is not a program" in result.stderr
+
+
+def test_convert_hf_finds_its_python_from_any_folder(checkout: Path) -> None:
+    result = run_script(checkout, checkout / "scripts/convert_hf", "to", "a folder", "b")
+    assert result.returncode == 0, result.stderr
+    script = str(checkout / "scripts/convert_hf.py")
+    assert result.stdout.splitlines()[:4] == [script, "to", "a folder", "b"]
 
 
 def test_the_test_suite_runs_one_thread_per_process_unless_the_user_says_otherwise(

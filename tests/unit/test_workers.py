@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from torchtitan_lc.tools import parent
-from torchtitan_lc.tools.workers import RankLogs, first_cause
+from torchtitan_lc.tools.errors import UserError
+from torchtitan_lc.tools.workers import RankLogs, Workers, first_cause, run_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -291,3 +292,21 @@ def test_log_rank_means_global_ranks_on_every_node(tmp_path: Path) -> None:
     destinations = RankLogs(tmp_path / "logs", frozenset({9, 0}), {"MORE": "x"}).reify(envs)
     assert destinations.stderrs == {0: str(tmp_path / "logs/rank8.stderr.log"), 1: ""}
     assert envs[1]["LOG_RANK"] == "0,9" and envs[0]["MORE"] == envs[1]["MORE"] == "x"
+
+
+def test_a_log_folder_that_cannot_be_made_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    asked = Workers(
+        nproc_per_node=1,
+        nnodes=1,
+        node_rank=None,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_id="test",
+        shown_ranks=frozenset({0}),
+        log_folder=tmp_path / "file" / "logs",
+    )
+    with pytest.raises(
+        UserError, match=r"job.dump_folder: .*/file/logs: Not a directory; name another"
+    ):
+        run_workers(asked, ["-c", "raise SystemExit(1)"])

@@ -26,6 +26,7 @@ ranks can neither start from different steps nor wait for one that gave up.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from concurrent.futures import Future
 from datetime import timedelta
@@ -34,10 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -49,8 +47,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lc.components import checkpoint_folders as folders
 from torchtitan_lc.components import checkpoint_reading as reading
+from torchtitan_lc.components import checkpoint_writing as writing
 from torchtitan_lc.components import hf_folder
 from torchtitan_lc.components.agreement import all_or_none, from_rank_zero
+from torchtitan_lc.components.checkpoint_identity import differing
 from torchtitan_lc.components.hf_export import Exporter
 from torchtitan_lc.components.hf_folder import HuggingFaceForm
 from torchtitan_lc.components.lr_scheduler import continue_at
@@ -116,19 +116,22 @@ class CheckpointManager:
         if config.enable and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
         self._in_flight: tuple[int, Future[Any], float] | None = None
+        self._loaded: Path | None = None
         self._exporter = self._build_exporter()
 
     # ---- load ----------------------------------------------------------------------------------
 
-    def load(self) -> int:
+    def load(self, steps: float = math.inf) -> int:
         """Load what the config and the folder ask for; return the number of completed steps, or 0.
 
-        Collective. Raises UserError, the same on every rank, and has then written nothing.
+        steps: training.steps. Weights alone of that step or a later one are the end of the run: their
+        step is returned, and nothing is read. Collective. Raises UserError, the same on every rank, and
+        has then written nothing.
         """
         assets = str(self.hf.assets) if self.hf and self.hf.assets else ""
 
         def choose() -> folders.Start:
-            return folders.choose_start(self.config, self.dump_folder, assets)
+            return folders.choose_start(self.config, self.dump_folder, assets, steps)
 
         start = from_rank_zero(choose, self._group)
         for note in start.notes if self._rank == 0 else ():
@@ -144,6 +147,9 @@ class CheckpointManager:
         parts = [part for part in parts if part not in self.config.exclude_from_loading]
         tensors = self._tensors(parts)
         from_rank_zero(lambda: self._check_fits(path, parts, tensors), self._group)
+        self._loaded = path
+        if start.finished is not None:
+            return start.finished
         state = tensors | dict.fromkeys(self._plain_keys(path, parts))
         reading.read_into(state, path, self._group)
         self._apply(parts, state)
@@ -191,10 +197,13 @@ class CheckpointManager:
         if problem:
             raise UserError(problem)
         theirs = reading.read_identity(path)
-        if theirs != self.model_identity:
+        lines = differing(theirs, self.model_identity)
+        if not theirs:
+            logger.warning(f"checkpoint {path} has the right shapes but does not say whose it is")
+        elif lines:
             logger.warning(
-                f"checkpoint {path} has the right shapes but was saved by {theirs}; this run has "
-                f"{self.model_identity}"
+                f"checkpoint {path} has the right shapes but was saved by another model (saved -> this "
+                f"run's); where that is not meant, set it as it was: {'; '.join(lines)}"
             )
 
     def _plain_keys(self, path: Path, parts: list[str]) -> list[str]:
@@ -254,38 +263,46 @@ class CheckpointManager:
         config = self.config
         if not config.enable or config.load_only:
             return False
-        first = step == 1 and config.enable_first_step_checkpoint
-        is_due = last_step or first or step % config.interval == 0
+        is_due = folders.save_is_due(config, step, last_step)
         if is_due:
             self._save_step(step, last_step)
-        if self._exporter is not None and _export_is_due(config, step, last_step):
+        if self._exporter is not None and folders.export_is_due(config, step, last_step):
             weights = _strip("model.", self._tensors(["model"]))
             self._exporter.start(step, weights)
             if last_step:
                 self._exporter.wait()
         return is_due
 
+    def export_if_missing(self, step: int) -> None:
+        """Make up for an export that a finished run owes: it was killed after it saved ``step``, the
+        last one, or the export was asked for later. Collective, after `load`.
+        """
+        source, exporter = self._loaded, self._exporter
+        if source is None or exporter is None or not folders.export_is_due(self.config, step, True):
+            return
+        if from_rank_zero(lambda: exporter.has(step, source), self._group):
+            return
+        if self._rank == 0:
+            logger.info(
+                f"{source} has no whole Hugging Face export as new as itself: making it now"
+            )
+        # Read also what `load` has read: it may have been told to leave the model out.
+        tensors = self._tensors(["model"])
+        reading.read_into(tensors, source, self._group)
+        self._apply(["model"], tensors)
+        exporter.start(step, _strip("model.", tensors))
+        exporter.wait()
+
     def _save_step(self, step: int, last_step: bool) -> None:
         config = self.config
         self._wait_for_step()
         state = self._model_only() if last_step and config.last_save_model_only else self._full()
-        path = from_rank_zero(lambda: folders.make_empty(self.folder / f"step-{step}"), self._group)
-        arguments: dict[str, Any] = {
-            # Not a FileSystemWriter: async_save would also stage with it, and older torch then
-            # copies no CPU tensors, so that the next step lands in this file (pytorch#144657).
-            "checkpoint_id": path,
-            "planner": DefaultSavePlanner(flatten_state_dict=False),
-            "process_group": self._group,
-        }
+        path = from_rank_zero(lambda: folders.make_empty(self._path(step)), self._group)
         began = time.perf_counter()
         if config.async_mode == "async" and not last_step:
-            self._in_flight = (step, cast("Future[Any]", dcp.async_save(state, **arguments)), began)
+            self._in_flight = (step, writing.start(state, path, self._group), began)
             return
-        try:
-            with reading.no_single_process_warning():
-                dcp.save(state, **arguments)
-        except CheckpointException as error:
-            raise self._not_written(step, error) from error
+        writing.write(state, path, self._group)
         self._finished(step, began)
 
     def wait(self) -> None:
@@ -299,10 +316,7 @@ class CheckpointManager:
             return
         step, future, began = self._in_flight
         self._in_flight = None
-        try:
-            future.result()
-        except CheckpointException as error:
-            raise self._not_written(step, error) from error
+        writing.wait(future, self._path(step))
         self._finished(step, began)
 
     def close(self) -> None:
@@ -320,8 +334,7 @@ class CheckpointManager:
         self._in_flight = None
         error = future.exception()
         if error is not None:
-            if isinstance(error, CheckpointException):
-                error = self._not_written(step, error)
+            error = writing.explained(error, self._path(step))
             logger.error(f"The save of step {step} failed too: {error}")
 
     def _build_exporter(self) -> Exporter | None:
@@ -333,7 +346,7 @@ class CheckpointManager:
         group = None
         if dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
-        folder = Path(self.dump_folder) / "hf"
+        folder = folders.exports_folder(self.dump_folder)
         return Exporter(folder, self.hf, _strip("model.", self._tensors(["model"])), group)
 
     def _full(self) -> dict[str, Any]:
@@ -369,7 +382,7 @@ class CheckpointManager:
     def _finished(self, step: int, began: float) -> None:
         if self._rank == 0:
             seconds = time.perf_counter() - began
-            logger.info(f"Saved checkpoint {self.folder / f'step-{step}'} in {seconds:.2f} s")
+            logger.info(f"Saved checkpoint {self._path(step)} in {seconds:.2f} s")
         # All ranks wait here: a slow file system may take longer to delete terabytes than the time
         # limit of the training step in which the others would wait for rank 0.
         keep = self.config.keep_latest_k
@@ -379,20 +392,8 @@ class CheckpointManager:
         if removed and self._rank == 0:
             logger.info(f"Removed old checkpoints: steps {', '.join(map(str, sorted(removed)))}")
 
-    def _not_written(self, step: int, error: CheckpointException) -> BaseException:
-        failure = reading.first_failure(error)
-        if not isinstance(failure, OSError):
-            return error
-        return UserError(
-            f"checkpoint {self.folder / f'step-{step}'} could not be written: {failure}. Older "
-            "checkpoints are untouched; make room (or lower checkpoint.keep_latest_k) and run the "
-            "same command to continue from the newest one"
-        )
-
-
-def _export_is_due(config: CheckpointConfig, step: int, last_step: bool) -> bool:
-    at_interval = config.hf_interval > 0 and step % config.hf_interval == 0
-    return at_interval or (last_step and config.last_save_in_hf)
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
 
 
 def _strip(prefix: str, state: dict[str, Any]) -> dict[str, Any]:

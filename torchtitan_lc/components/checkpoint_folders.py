@@ -16,6 +16,7 @@ worker. Steps are compared as numbers: as text, step-1000 would sort before step
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -55,11 +56,13 @@ class StepFolder:
 @dataclass(frozen=True)
 class Start:
     """Where a run begins. ``path`` None: nothing is loaded; with ``in_hf`` it is a folder of Hugging
-    Face weights, else a step folder. ``notes`` are warnings for the user."""
+    Face weights, else a step folder. ``finished``: the step of a folder of weights alone, with which the
+    run is complete. ``notes`` are warnings for the user."""
 
     path: Path | None = None
     model_only: bool = False
     in_hf: bool = False
+    finished: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -67,12 +70,22 @@ def checkpoint_folder(config: CheckpointConfig, dump_folder: str | Path) -> Path
     return Path(dump_folder) / config.folder
 
 
+def exports_folder(dump_folder: str | Path) -> Path:
+    """Where the run's Hugging Face folders lie."""
+    return Path(dump_folder) / "hf"
+
+
 def choose_start(
-    config: CheckpointConfig, dump_folder: str | Path, hf_assets_path: str = ""
+    config: CheckpointConfig,
+    dump_folder: str | Path,
+    hf_assets_path: str = "",
+    steps: float | None = None,
 ) -> Start:
     """The job's own newest resumable step, else ``initial_load_path``, else nothing.
 
     hf_assets_path: of the model; the default of ``initial_load_path`` with ``initial_load_in_hf``.
+    steps: training.steps, from which on weights alone are the end of the run. None: not known, and if
+    there is no full step, weights alone are taken for that.
 
     Raises UserError when the asked-for step is missing or unusable, when only model weights are
     left to resume from, when every finished checkpoint is damaged, when ``initial_load_path`` is no
@@ -99,9 +112,11 @@ def choose_start(
         )
     chosen: StepFolder | None
     if config.load_step >= 0:
-        chosen, notes = _asked_for(folder, config.load_step)
+        chosen, notes = _asked_for(folder, config, Path(dump_folder), steps)
     else:
-        chosen, notes = find_latest(folder)
+        # Where train_state is left out, the step starts at 0 and no folder is the end of the run.
+        starts_over = "train_state" in config.exclude_from_loading
+        chosen, notes = find_latest(folder, math.inf if starts_over else steps)
     if chosen is None:
         return _initial(config, notes, hf_assets_path)
     if config.initial_load_path:
@@ -109,20 +124,31 @@ def choose_start(
             f"checkpoint.initial_load_path = {config.initial_load_path} is ignored: "
             f"{folder} already holds {chosen.path.name}, which this run continues"
         )
+    if chosen.model_only:
+        return Start(chosen.path, model_only=True, finished=chosen.step, notes=tuple(notes))
     return Start(chosen.path, notes=tuple(notes))
 
 
-def find_latest(folder: Path) -> tuple[StepFolder | None, list[str]]:
-    """The newest step that training can resume from, and a note for each newer one passed over.
+def find_latest(
+    folder: Path, steps: float | None = math.inf
+) -> tuple[StepFolder | None, list[str]]:
+    """The newest step that training can resume from, and a note for each newer one passed over; or
+    weights alone of a newer step, if that is at least ``steps`` (or ``steps`` is None, and there is
+    nothing else).
 
     Raises UserError if what is left is of no use for resuming: model weights only, or damaged.
     """
     passed_over: list[StepFolder] = []
     for found in step_folders(folder):
+        notes = [_passed_over(other, found) for other in passed_over]
         if found.resumable:
-            return found, [_passed_over(other, found) for other in passed_over]
+            return found, notes
+        if found.model_only and steps is not None and found.step >= steps:
+            return found, [*notes, _end_of_run(found)]
         passed_over.append(found)
     weights = [found for found in passed_over if found.model_only]
+    if weights and steps is None:
+        return weights[0], []
     if weights:
         raise UserError(
             f"{weights[0].path} holds model weights only (checkpoint.last_save_model_only), so "
@@ -142,15 +168,20 @@ def find_latest(folder: Path) -> tuple[StepFolder | None, list[str]]:
 
 def step_folders(folder: Path) -> Iterator[StepFolder]:
     """Every ``step-N`` folder, inspected one at a time, highest step first."""
+    for step, path in numbered(folder):
+        yield inspect(path, step)
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """The ``step-N`` folders in ``folder``, if there is one, by their numbers, highest first."""
     if not folder.is_dir():
-        return
+        return []
     steps = [
         (int(match[1]), entry)
         for entry in folder.iterdir()
         if (match := re.fullmatch(r"step-(\d+)", entry.name)) and entry.is_dir()
     ]
-    for step, path in sorted(steps, reverse=True):
-        yield inspect(path, step)
+    return sorted(steps, reverse=True)
 
 
 def inspect(path: Path, step: int = 0) -> StepFolder:
@@ -224,16 +255,24 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _asked_for(folder: Path, step: int) -> tuple[StepFolder, list[str]]:
+def save_is_due(config: CheckpointConfig, step: int, last_step: bool) -> bool:
+    first = step == 1 and config.enable_first_step_checkpoint
+    return last_step or first or step % config.interval == 0
+
+
+def export_is_due(config: CheckpointConfig, step: int, last_step: bool) -> bool:
+    at_interval = config.hf_interval > 0 and step % config.hf_interval == 0
+    return at_interval or (last_step and config.last_save_in_hf)
+
+
+def _asked_for(
+    folder: Path, config: CheckpointConfig, dump_folder: Path, steps: float | None
+) -> tuple[StepFolder, list[str]]:
+    step = config.load_step
     found = inspect(folder / f"step-{step}", step)
     others = list(step_folders(folder))
     if found.resumable:
-        newer = [str(other.step) for other in others if other.step > step]
-        note = (
-            f"checkpoint.load_step = {step}: newer steps stay in {folder} ({', '.join(newer)}); a "
-            "later run without load_step will continue from the newest"
-        )
-        return found, [note] if newer else []
+        return found, _what_happens_to_newer(found, config, dump_folder, steps)
     usable = [str(other.step) for other in others if other.resumable]
     if not found.path.is_dir():
         reason = "there is no such folder"
@@ -245,10 +284,54 @@ def _asked_for(folder: Path, step: int) -> tuple[StepFolder, list[str]]:
     )
 
 
+def _what_happens_to_newer(
+    found: StepFolder, config: CheckpointConfig, dump_folder: Path, steps: float | None
+) -> list[str]:
+    """Of the steps and exports that an earlier run left beyond the step gone back to, those that this
+    run writes again, and the rest."""
+    exports = exports_folder(dump_folder)
+    replaced, stay = [], []
+    for parent, is_due in ((found.path.parent, save_is_due), (exports, export_is_due)):
+        for step, path in numbered(parent):
+            if step <= found.step:
+                continue
+            reached = steps is None or step <= steps
+            if reached and not config.load_only and is_due(config, step, step == steps):
+                replaced.append(str(path))
+            else:
+                stay.append(str(path))
+    notes = []
+    if replaced:
+        notes.append(
+            f"checkpoint.load_step = {found.step}: {', '.join(replaced)} will be replaced when this run "
+            "reaches them. To keep both, stop it, and start from this step in another job.dump_folder "
+            f"(another checkpoint.folder keeps the steps but not the exports in {exports}): "
+            f"checkpoint.initial_load_path = {str(found.path)!r}, initial_load_model_only = false, and "
+            "no load_step"
+        )
+    if stay:
+        notes.append(
+            f"checkpoint.load_step = {found.step}: {', '.join(stay)} will not be replaced; a later run "
+            f"without load_step will continue from the newest step in {found.path.parent}"
+        )
+    return notes
+
+
 def _passed_over(other: StepFolder, chosen: StepFolder | None) -> str:
     reason = other.reason or "it holds model weights only"
     instead = f"continuing from {chosen.path.name}" if chosen else "nothing older to continue from"
     return f"checkpoint {other.path} is skipped: {reason}; {instead}"
+
+
+def _end_of_run(end: StepFolder) -> str:
+    older = [found for found in step_folders(end.path.parent) if found.resumable]
+    more = "cannot go on from it"
+    if older:
+        more = f"goes on from {older[0].path.name}, the newest full checkpoint"
+    return (
+        f"checkpoint {end.path} holds model weights only (checkpoint.last_save_model_only): a run with "
+        f"more training.steps {more}"
+    )
 
 
 def _initial(config: CheckpointConfig, notes: list[str], hf_assets_path: str) -> Start:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torchtitan_lc.components.checkpoint_identity import differing
 from torchtitan_lc.tools.errors import UserError
 
 
@@ -65,9 +66,8 @@ def misfit(
         return None
     more = f"  and {len(lines) - 5} more\n" if len(lines) > 5 else ""
     return (
-        f"checkpoint {path} does not fit this run's model and optimizer.\n"
-        f"  it was saved by: {read_identity(path)}\n"
-        f"  this run has:    {identity}\n"
+        f"checkpoint {path} does not fit this run's model and optimizer (saved -> this run's):\n"
+        + "".join(f"  {line}\n" for line in differing(read_identity(path), identity))
         + "".join(f"  {line}\n" for line in lines[:5])
         + more
         + "Use the config that wrote it, or another job.dump_folder. (If only optimizer keys "

@@ -31,7 +31,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_lc.components.agreement import from_rank_zero
-from torchtitan_lc.components.hf_folder import INDEX, SINGLE, HuggingFaceForm, read_json
+from torchtitan_lc.components.checkpoint_writing import free_at
+from torchtitan_lc.components.hf_folder import (
+    INDEX,
+    SINGLE,
+    HuggingFaceForm,
+    has_weights,
+    misfit,
+    read_json,
+)
 from torchtitan_lc.tools.dtypes import torch_dtype
 from torchtitan_lc.tools.errors import UserError
 from torchtitan_lc.tools.logging import logger
@@ -167,6 +175,19 @@ class Exporter:
         self._pieces = _who_sends(self._shapes, mine, group)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-export")
         self._in_flight: Future[None] | None = None
+
+    def has(self, step: int, source: Path) -> bool:
+        """Whether the export of ``step`` is there with every tensor, and not older than ``source``, the
+        step folder: that may have been trained again since (checkpoint.load_step)."""
+        path = self.folder / f"step-{step}"
+        config = path / "config.json"
+        if not config.is_file() or not has_weights(path):
+            return False
+        try:
+            whole = misfit(path, self._shapes) is None
+        except UserError:  # a file of it is missing or cut short
+            return False
+        return whole and config.stat().st_mtime_ns >= (source / ".metadata").stat().st_mtime_ns
 
     def start(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards to host memory in the export's dtype; the rest happens on a thread.
@@ -318,8 +339,9 @@ def _numel(shape: Shape) -> int:
 def _raise(path: Path, error: Exception | None) -> None:
     if isinstance(error, OSError):
         raise UserError(
-            f"export {path} could not be written: {error}. Make room, or name another job.dump_folder; "
-            "the step folders are untouched, and the same command continues from the newest one"
+            f"export {path} could not be written: {error}. {free_at(path.parent)}. Make room, or name "
+            "another job.dump_folder; the step folders are untouched, and the same command continues "
+            "from the newest one"
         ) from error
     if error is not None:
         raise error

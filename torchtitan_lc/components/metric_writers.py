@@ -1,7 +1,7 @@
 """Where metrics go besides the log: metrics.jsonl, TensorBoard, Weights & Biases.
 
 A run that resumes continues what it finds. Lines and events of steps that are trained again are
-dropped, so that each step appears once.
+dropped, so that each step appears once. A full disk ends what writes to it, not the run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 # Key in [metrics] -> the package that its writer needs, and what to install for it.
 _PACKAGES = {
     "enable_tensorboard": ("tensorboard", "tensorboard"),
-    "enable_wandb": ("wandb", '"torchtitan_lc[wandb]"'),
+    "enable_wandb": ("wandb", "-e '.[wandb]' in the checkout"),
 }
 
 
@@ -78,21 +80,46 @@ def build_writers(
     return writers
 
 
-class JsonLines:
+class _Dispensable:
+    """What training goes on without: the first OSError is a warning, and the last thing it does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stopped = False
+
+    @contextmanager
+    def _or_stop(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._stopped = True
+            logger.warning(
+                f"{self._name} cannot be written ({error.strerror or error}): training goes on without it"
+            )
+
+
+class JsonLines(_Dispensable):
     """``metrics.jsonl``: one object per logged step, readable while the run goes on."""
 
     def __init__(self, dump_folder: Path, start_step: int) -> None:
-        self.path = dump_folder / "metrics.jsonl"
-        dump_folder.mkdir(parents=True, exist_ok=True)
-        _drop_lines_after(self.path, start_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        path = dump_folder / "metrics.jsonl"
+        super().__init__(str(path))
+        with self._or_stop():
+            dump_folder.mkdir(parents=True, exist_ok=True)
+            _drop_lines_after(path, start_step)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, entry: dict[str, float | None]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        if self._stopped:
+            return
+        with self._or_stop():
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if not self._stopped:
+            with self._or_stop():
+                self._file.close()
 
 
 def _drop_lines_after(path: Path, start_step: int) -> None:
@@ -119,31 +146,39 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-class TensorBoard:
+class TensorBoard(_Dispensable):
     """Event files; the viewer hides what an earlier run wrote of steps after ``start_step``."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
+        super().__init__(f"TensorBoard's folder {folder}")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UserError(_not_installed("enable_tensorboard")) from error
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
-        logger.info(f"TensorBoard logs go to {folder}")
+        with self._or_stop():
+            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+            logger.info(f"TensorBoard logs go to {folder}")
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        if self._stopped:
+            return
+        with self._or_stop():
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if not self._stopped:
+            with self._or_stop():
+                self._writer.close()
 
 
-class Wandb:
+class Wandb(_Dispensable):
     """A Weights & Biases run, named by TorchTitan's variables WANDB_TEAM, WANDB_PROJECT and
     WANDB_RUN_NAME; the others that wandb itself reads (WANDB_RUN_ID, WANDB_TAGS, ...) work too."""
 
     def __init__(self, dump_folder: Path, name: str | None, config: dict[str, Any]) -> None:
+        super().__init__("Weights & Biases' run")
         try:
             import wandb
         except ImportError as error:
@@ -159,7 +194,12 @@ class Wandb:
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
+        if self._stopped:
+            return
+        with self._or_stop():
+            self._run.log(values, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        if not self._stopped:
+            with self._or_stop():
+                self._run.finish()

@@ -242,6 +242,22 @@ def build_tokenizer(kind: str, assets_path: str) -> Tokenizer:
     raise UserError(f"model.hf_assets_path {folder} {found}{wanted}: copy the tokenizer there.")
 
 
+def check_goes_with(kind: str, folder: str | Path) -> None:
+    """UserError where ``kind`` is bytes and ``folder`` holds weights with a tokenizer of their own, to which
+    the same ids mean other text."""
+    folder = Path(folder)
+    own = [
+        path.name
+        for path in (folder / "tokenizer.json", *sorted(folder.glob("*.model")))
+        if path.is_file()
+    ]
+    if kind == "byte" and own:
+        raise UserError(
+            f'model.tokenizer = "byte", but {folder} has a tokenizer ({own[0]}): its weights would read bytes '
+            'as if they were its tokens. Set model.tokenizer = "auto" and model.hf_assets_path to that folder.'
+        )
+
+
 def _with_ends(
     tokenizer: Tokenizer, parts: list[npt.NDArray[Any]], add_bos: bool, add_eos: bool
 ) -> TokenArray:

@@ -395,7 +395,8 @@ class Checkpoint:
     hf_interval: int = 0
     """Steps between such exports during training; 0: none. Training waits while weights are copied to
     host memory in export_dtype (and for an earlier export that is not done); rank 0 gathers and
-    writes them in the background. None is ever deleted."""
+    writes them in the background. None is ever deleted, but one of a step that is trained again, after
+    load_step, is replaced."""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in a last save with last_save_model_only, and in Hugging Face folders."""
     async_mode: Literal["disabled", "async"] = "disabled"
@@ -404,7 +405,8 @@ class Checkpoint:
     """Older step folders are deleted. 0: keep all. 1 is refused: while the only one is replaced, a
     crash would leave none."""
     load_step: int = -1
-    """Continue from this step instead of the newest (-1)."""
+    """Continue from this step instead of the newest (-1). Newer ones that the run reaches are replaced, and
+    so are their exports."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to load, e.g. `optimizer,lr_scheduler,dataloader`."""
     enable_first_step_checkpoint: bool = False

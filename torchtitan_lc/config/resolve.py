@@ -31,14 +31,25 @@ def resolve_degrees(config: JobConfig, world_size: int) -> tuple[int, int, int]:
     if shard == -1 and world_size % fixed:
         raise ValueError(
             f"{written}: {replicate} x {cp} = {fixed} does not divide the {world_size} ranks; "
-            f"start a multiple of {fixed} ranks (NGPU, NNODES) or choose other degrees"
+            f"{_have_ranks(config, f'a multiple of {fixed}')}, or choose other degrees"
         )
     if shard != -1 and fixed != world_size:
         raise ValueError(
-            f"{written}: the product is {fixed}, but there are {world_size} ranks; start {fixed} "
-            "ranks (NGPU, NNODES), or set data_parallel_shard_degree = -1 to take what is left"
+            f"{written}: the product is {fixed}, but there are {world_size} ranks; "
+            f"{_have_ranks(config, str(fixed))}, or set data_parallel_shard_degree = -1 to take what is left"
         )
     return replicate, world_size // (replicate * cp), cp
+
+
+def _have_ranks(config: JobConfig, wanted: str) -> str:
+    if plan_is_asked(config) or config.dry_run.enable:
+        return f"plan for {wanted} GPUs (plan.nodes, plan.gpus_per_node)"
+    return f"start {wanted} ranks (NGPU, NNODES)"
+
+
+def plan_is_asked(config: JobConfig) -> bool:
+    """Whether the job is to be planned, and not to be started."""
+    return config.plan.enable or config.plan.search or bool(config.plan.ladder)
 
 
 def accumulation_steps(config: JobConfig, dp_degree: int) -> int:

@@ -184,6 +184,20 @@ def _checkpoint(config: JobConfig) -> Iterator[str]:
         if is_set:
             value = getattr(checkpoint, name)
             yield f"checkpoint.{name} = {value} loads only with checkpoint.enable = true"
+    # And these would train to the end without what was asked for. Not interval and the like, which a
+    # config holds for the runs that do save.
+    asks_to_save = {
+        "last_save_in_hf": checkpoint.last_save_in_hf,
+        "hf_interval": checkpoint.hf_interval > 0,
+        "last_save_model_only": checkpoint.last_save_model_only,
+    }
+    for name, is_set in asks_to_save.items():
+        if is_set:
+            value = getattr(checkpoint, name)
+            yield (
+                f"checkpoint.{name} = {value} with checkpoint.enable = false: the run would end with "
+                f"nothing saved; set checkpoint.enable to true, or leave {name} out"
+            )
 
 
 def _dry_run(config: JobConfig) -> Iterator[str]:

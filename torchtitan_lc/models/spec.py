@@ -194,9 +194,19 @@ def import_custom(module: str) -> None:
 
 def identity(spec: ModelSpec, flavor: str, args: Any) -> dict[str, Any]:
     """Plain description of a model, kept in its checkpoints for messages."""
-    is_dataclass = dataclasses.is_dataclass(args) and not isinstance(args, type)
-    shape = dataclasses.asdict(args) if is_dataclass else vars(args)
-    return {"name": spec.name, "flavor": flavor, **{k: repr(v) for k, v in shape.items()}}
+    named = [f.name for f in dataclasses.fields(args)] if _is_dataclass(args) else vars(args)
+    return {"name": spec.name, "flavor": flavor, **{k: _plain(getattr(args, k)) for k in named}}
+
+
+def _plain(value: Any) -> str:
+    """Of a dataclass, such as rope's scaling, its type and fields: two types may have the same fields."""
+    if _is_dataclass(value):
+        return repr({"type": type(value).__name__, **dataclasses.asdict(value)})
+    return repr(value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _is_built_in(spec: ModelSpec) -> bool:

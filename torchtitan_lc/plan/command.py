@@ -9,10 +9,6 @@ from torchtitan_lc.config.job_config import JobConfig
 FITS, DOES_NOT_FIT = 0, 3
 
 
-def is_asked(config: JobConfig) -> bool:
-    return config.plan.enable or config.plan.search or bool(config.plan.ladder)
-
-
 def run(config: JobConfig) -> int:
     """Print the plan; the exit code. Raises UserError for a config that could run on no such cluster."""
     # torch is loaded only now, so that --help answers at once.

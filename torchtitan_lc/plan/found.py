@@ -14,31 +14,37 @@ from torchtitan_lc.plan.planner import Plan
 from torchtitan_lc.plan.report import comment_block, long_enough, tokens
 from torchtitan_lc.plan.search import fastest, longest
 
+_FASTEST, _LONGEST = "plan_fastest.toml", "plan_longest.toml"
+
 
 def search(config: JobConfig, model: PlannedModel, cluster: Cluster) -> bool:
-    """Print and write the fastest plan for the config's rows and that for the longest rows; whether the
+    """Write and print the fastest plan for the config's rows and that for the longest rows; whether the
     first exists."""
-    length = tokens(config.training.seq_len)
+    # Nothing is printed before all is written: the reader may be `head`, and leave.
     fast = fastest(config, model, cluster)
+    long = longest(config, model, cluster)
+    folder = Path(config.job.dump_folder)
+    for plan, name in ((fast, _FASTEST), (long, _LONGEST)):
+        if plan is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(as_toml(plan), encoding="utf-8")
+
+    length = tokens(config.training.seq_len)
     if fast is None:
         print(f"No configuration fits rows of {length} tokens.")
     else:
         print(f"The fastest configuration for rows of {length} tokens:")
-        _say(fast, config, "plan_fastest.toml")
-    long = longest(config, model, cluster)
+        _say(fast, config, folder / _FASTEST)
     if long is None:
         print("No configuration fits rows of any length.")
     else:
         found = tokens(long.job.config.training.seq_len)
         print(f"The longest rows that fit, of {found} tokens, at their fastest:")
-        _say(long, config, "plan_longest.toml")
+        _say(long, config, folder / _LONGEST)
     return fast is not None
 
 
-def _say(plan: Plan, asked: JobConfig, name: str) -> None:
-    path = Path(asked.job.dump_folder) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_toml(plan), encoding="utf-8")
+def _say(plan: Plan, asked: JobConfig, path: Path) -> None:
     for key, value in _settings(plan).items():
         if value != names.get_key(asked, key):
             print(f"  {key} = {toml_item(value)}")

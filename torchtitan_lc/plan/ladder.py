@@ -138,7 +138,8 @@ def curves(
 
 
 def draw(config: JobConfig, model: PlannedModel, cluster: Cluster, path: Path) -> None:
-    """Write the picture, and its data beside it as JSON. Raises UserError where matplotlib is missing."""
+    """Write the picture, and its data beside it as JSON. Raises UserError where matplotlib is missing, or
+    knows no such picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -146,6 +147,13 @@ def draw(config: JobConfig, model: PlannedModel, cluster: Cluster, path: Path) -
             f"plan.ladder = {str(path)!r} draws with matplotlib, which is not installed: pip install "
             "matplotlib"
         ) from error
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise UserError(
+            f"plan.ladder = {str(path)!r}: no picture ends in {path.suffix!r}; name a file that ends in "
+            f"one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+        )
     ladder, lengths = list(rungs(config, model, cluster)), curves(config, model, cluster)
     memory = cluster.hardware.memory_gib
     title = (
@@ -165,7 +173,6 @@ def draw(config: JobConfig, model: PlannedModel, cluster: Cluster, path: Path) -
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     bottoms = [0.0] * len(ladder)
     for group in GROUPS:

@@ -77,7 +77,6 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Destinations per local rank ("" is the terminal); completes the workers' environments."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         destinations = LogsDest()
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
@@ -104,8 +103,16 @@ def run_workers(workers: Workers, command: Sequence[str]) -> int:
     """Run ``python -u <command>`` once per rank of this node; the exit code of the whole.
 
     0 when all ranks succeed. Otherwise the failed worker's own code, or 128 + n if signal n ended
-    it or this process. Raises UserError when the nodes can't find each other.
+    it or this process. Raises UserError when the log folder can't be made, or the nodes can't find each
+    other.
     """
+    try:
+        workers.log_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"job.dump_folder: the folder of its logs cannot be made: {error.filename}: {error.strerror}; "
+            "name another job.dump_folder, or make room or way there"
+        ) from error
     logs = RankLogs(workers.log_folder, workers.shown_ranks, workers.environment)
     for name in _SAID_IN_ONE_LINE:
         logging.getLogger(name).addFilter(_KeepQuiet())

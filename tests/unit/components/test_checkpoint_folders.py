@@ -22,7 +22,7 @@ from torchtitan_lc.tools.errors import UserError
 def checkpoint_problems(config: Checkpoint, dump_folder: Path) -> list[str]:
     """What choose_start refuses, as a list of at most one."""
     try:
-        choose_start(config, dump_folder)
+        choose_start(config, dump_folder, steps=101)
     except UserError as error:
         return [str(error)]
     return []
@@ -145,6 +145,43 @@ def test_weights_alone_are_refused_with_the_way_to_use_them(tmp_path: Path) -> N
     assert f"checkpoint.initial_load_path = {str(path)!r}" in problem
 
 
+@pytest.mark.parametrize("newer", [None, drop_metadata])
+@pytest.mark.parametrize("older", [90, None])
+def test_weights_alone_of_the_last_step_or_a_later_one_are_the_end_of_the_run(
+    tmp_path: Path, older: int | None, newer: Any
+) -> None:
+    path = write_step(tmp_path, 100, model_only=True)
+    if older:
+        write_step(tmp_path, older)
+    if newer:
+        newer(write_step(tmp_path, 110))
+    for steps in (100, 95):
+        start = choose_start(config(), tmp_path, steps=steps)
+        assert (start.path, start.finished, start.model_only) == (path, 100, True)
+        more = "goes on from step-90" if older else "cannot go on from it"
+        assert f"{path} holds model weights only" in start.notes[-1] and more in start.notes[-1]
+
+
+def test_weights_alone_end_no_run_that_starts_its_steps_anew(tmp_path: Path) -> None:
+    write_step(tmp_path, 90)
+    write_step(tmp_path, 100, model_only=True)
+    anew = config(exclude_from_loading=["train_state", "lr_scheduler"])
+    start = choose_start(anew, tmp_path, steps=100)
+    assert start.path == tmp_path / "checkpoint" / "step-90" and start.finished is None
+
+
+def test_weights_alone_pass_for_the_end_where_the_number_of_steps_is_not_known(
+    tmp_path: Path,
+) -> None:
+    path = write_step(tmp_path, 100, model_only=True)
+    source_is_gone = config(initial_load_path=str(tmp_path / "gone"))
+    for settings in (config(), source_is_gone):
+        start = choose_start(settings, tmp_path)
+        assert (start.path, start.finished) == (path, 100)
+    older = write_step(tmp_path, 90)
+    assert choose_start(config(), tmp_path).path == older
+
+
 def test_a_first_save_that_never_finished_lets_the_run_start_again(tmp_path: Path) -> None:
     drop_metadata(write_step(tmp_path, 5))
     start = choose_start(config(), tmp_path)
@@ -169,12 +206,39 @@ def test_other_names_in_the_folder_are_ignored(tmp_path: Path) -> None:
     assert found is not None and found.step == 3 and notes == []
 
 
-def test_load_step_goes_back_and_warns_of_the_newer_ones(tmp_path: Path) -> None:
-    for step in (5, 10, 15):
+def named(note: str, folder: Path) -> set[str]:
+    """The step folders below ``folder`` that are named up to the verb."""
+    listed = note.split(": ", 1)[1].split(" will ")[0]
+    return {str(Path(path).relative_to(folder)) for path in listed.split(", ")}
+
+
+def test_load_step_goes_back_and_names_what_is_replaced_and_how_to_keep_it(tmp_path: Path) -> None:
+    for step in (5, 9, 10, 13, 15, 20):
         write_step(tmp_path, step)
-    start = choose_start(config(load_step=5), tmp_path)
-    assert start.path == tmp_path / "checkpoint" / "step-5"
-    assert "newer steps stay" in start.notes[0] and "(15, 10)" in start.notes[0]
+    for step in (5, 10, 12, 15, 20):
+        (tmp_path / "hf" / f"step-{step}").mkdir(parents=True)
+    settings = config(load_step=9, interval=5, hf_interval=4, last_save_in_hf=True)
+    start = choose_start(settings, tmp_path, steps=15)
+    assert start.path == tmp_path / "checkpoint" / "step-9"
+    replaced, stay = start.notes
+    steps = {"checkpoint/step-10", "checkpoint/step-15"}
+    assert named(replaced, tmp_path) == steps | {"hf/step-12", "hf/step-15"}
+    assert "job.dump_folder" in replaced and "another checkpoint.folder" in replaced
+    assert f"checkpoint.initial_load_path = {str(start.path)!r}" in replaced
+    steps = {"checkpoint/step-13", "checkpoint/step-20"}
+    assert named(stay, tmp_path) == steps | {"hf/step-10", "hf/step-20"}
+    assert (
+        "will not be replaced" in stay and "without load_step will continue from the newest" in stay
+    )
+
+
+def test_load_step_of_a_run_that_saves_nothing_replaces_nothing(tmp_path: Path) -> None:
+    for step in (5, 10):
+        write_step(tmp_path, step)
+    settings = config(load_step=5, interval=5, load_only=True)
+    (stay,) = choose_start(settings, tmp_path, steps=10).notes
+    assert named(stay, tmp_path) == {"checkpoint/step-10"} and "will not be replaced" in stay
+    assert choose_start(config(load_step=10), tmp_path, steps=10).notes == ()
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_a_stream_says_what_is_wrong_with_it(stream_of):
 def test_a_missing_library_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for opener in (build_documents, check_documents):
-        with pytest.raises(UserError, match=r"pip install torchtitan_lc\[hf\]"):
+        with pytest.raises(UserError, match=r"pip install -e '.\[hf\]'"):
             opener("hf", "some/name")
         with pytest.raises(UserError, match="dataset_path is empty"):
             opener("hf", "")

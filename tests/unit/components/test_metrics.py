@@ -4,8 +4,10 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -299,6 +301,45 @@ def test_a_new_run_in_an_old_folder_does_not_mix_with_the_old_one(tmp_path: Path
     assert logged_steps(tmp_path) == [1]
 
 
+@pytest.fixture
+def quiet_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's own thread prints what ends it, beside the warning that is ours."""
+    monkeypatch.setattr(threading, "excepthook", lambda how: None)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_is_warned_of_once_for_each_file_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quiet_threads: None
+) -> None:
+    with processor(tmp_path, Metrics(enable_tensorboard=True)) as metrics:
+        log(metrics, 2)
+        (events,) = (tmp_path / "tb").iterdir()
+        events.unlink()
+        events.symlink_to("/dev/full")  # it is opened anew for each event
+        assert metrics._json is not None
+        with open("/dev/full", "w") as full:
+            os.dup2(full.fileno(), metrics._json._file.fileno())
+        caplog.clear()
+        for step in (4, 6, 8):
+            entry = log(metrics, step)
+    assert entry["step"] == 8
+    said = sorted(r.message for r in caplog.records if r.levelno == logging.WARNING)
+    assert len(said) == 2, said
+    assert said[0].startswith(f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left")
+    assert said[1].startswith(f"TensorBoard's folder {tmp_path / 'tb'} cannot be written (No space")
+    assert logged_steps(tmp_path) == [2]
+
+
+def test_metrics_files_that_cannot_be_opened_keep_no_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quiet_threads: None
+) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "tb").touch()
+    with processor(tmp_path, Metrics(enable_tensorboard=True)) as metrics:
+        log(metrics, 2)
+    assert [r.levelname for r in caplog.records].count("WARNING") == 2
+
+
 def test_only_rank_zero_writes_files(tmp_path: Path) -> None:
     config = Metrics(enable_tensorboard=True)
     with processor(tmp_path, config, rank=1) as metrics:
@@ -375,7 +416,7 @@ def test_tensorboard_shows_a_step_once_after_a_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "module", "fix"),
     [
-        ("enable_wandb", "wandb", "torchtitan_lc[wandb]"),
+        ("enable_wandb", "wandb", "-e '.[wandb]'"),
         ("enable_tensorboard", "torch.utils.tensorboard", "pip install tensorboard"),
     ],
 )

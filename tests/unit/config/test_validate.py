@@ -66,7 +66,7 @@ def test_minus_one_takes_the_ranks_that_are_left(wanted, world_size, resolved):
     ("wanted", "world_size", "parts"),
     [
         ((1, -1, 3), 4, ["1 x 3 = 3", "4 ranks", "NGPU"]),
-        ((1, -1, 8), 4, ["1 x 8 = 8 does not divide the 4 ranks"]),
+        ((1, -1, 8), 4, ["1 x 8 = 8 does not divide the 4 ranks", "start a multiple of 8 ranks"]),
         ((2, 2, 2), 4, ["product is 8", "4 ranks", "-1"]),
         ((1, 2, 1), 4, ["product is 2", "4 ranks"]),
         ((0, -1, 1), 4, ["data_parallel_replicate_degree = 0", "at least 1"]),
@@ -82,6 +82,17 @@ def test_degrees_that_do_not_make_up_the_ranks_are_refused(wanted, world_size, p
     assert only(world_size, training__seq_len=24, **degrees(*wanted)) == str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"plan__enable": True}, {"plan__ladder": "x.png"}, {"dry_run__enable": True}]
+)
+@pytest.mark.parametrize("wanted", [(1, -1, 8), (1, 2, 4)])
+def test_where_no_ranks_are_started_the_plans_numbers_are_named_as_the_fix(asked, wanted):
+    with pytest.raises(ValueError) as caught:
+        resolve_degrees(config_with(**degrees(*wanted), **asked), 4)
+    assert "(plan.nodes, plan.gpus_per_node)" in str(caught.value)
+    assert "NGPU" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +211,22 @@ def test_loading_needs_checkpoints_enabled(name, value):
     settings = {f"checkpoint__{name}": value}
     assert f"checkpoint.{name} = {value}" in only(**settings)
     assert problems(checkpoint__enable=True, **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("last_save_in_hf", True), ("hf_interval", 5), ("last_save_model_only", True)],
+)
+def test_what_asks_for_something_to_be_saved_needs_checkpoints_enabled(name, value):
+    settings = {f"checkpoint__{name}": value}
+    text = only(**settings)
+    assert f"checkpoint.{name} = {value} with checkpoint.enable = false" in text
+    assert f"set checkpoint.enable to true, or leave {name} out" in text
+    assert problems(checkpoint__enable=True, **settings) == []
+
+
+def test_a_config_that_saves_at_intervals_runs_without_checkpoints_too():
+    assert problems(checkpoint__interval=5, checkpoint__keep_latest_k=2) == []
 
 
 def test_offload_needs_checkpointed_blocks():

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.plan.jobs import cluster, config, model
 from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.launch import main
+from torchtitan_lc.plan import found
 from torchtitan_lc.plan.changes import Settings, changed
 from torchtitan_lc.plan.found import as_toml
 from torchtitan_lc.plan.planner import Plan, make_plan
@@ -94,6 +95,24 @@ def test_the_command_writes_both_configs(
         assert main(["--nproc_per_node", "1", "--", f"--config={tmp_path / name}", "--plan"]) == 0
 
 
+def test_both_configs_are_written_before_anything_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*said: object) -> None:
+        raise BrokenPipeError
+
+    of_model, machine = model("llama3", "8B"), cluster()
+    job = config({"training.seq_len": 2**20, "job.dump_folder": str(tmp_path)})
+    plan = make_plan(job, of_model, machine)
+    for found_by in ("fastest", "longest"):
+        monkeypatch.setattr(found, found_by, lambda *asked: plan)
+    monkeypatch.setattr("builtins.print", leave)
+    with pytest.raises(BrokenPipeError):
+        found.search(job, of_model, machine)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["plan_fastest.toml", "plan_longest.toml"]
+
+
 def test_the_ladder_goes_down_and_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "ladder.png"
@@ -105,6 +124,19 @@ def test_the_ladder_goes_down_and_is_drawn(tmp_path: Path) -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 100 * sizes[-1]
     for points in data["lengths"].values():
         assert [gib for _, gib in points] == sorted(gib for _, gib in points)
+
+
+@pytest.mark.parametrize("name", ["ladder.foo", "ladder"])
+def test_a_picture_of_no_known_kind_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / name
+    flags = ["--model.flavor=8B", "--training.seq_len=3M", f"--plan.ladder={picture}"]
+    assert main(["--nproc_per_node", "1", "--", *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"plan.ladder = '{picture}'" in said and ".png" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_written_for_long_rows_has_time_limits_that_its_layers_keep(tmp_path: Path) -> None:
