@@ -103,6 +103,10 @@ class StepResult:
     grad_norm: Tensor
 
 
+class UnreadableRows(UserError):
+    """Rows of a step that a rank could not read; raised on all ranks, before the step has begun."""
+
+
 class Trainer:
     """One rank of a training job, after its process group is up.
 
@@ -239,7 +243,12 @@ class Trainer:
         with self.metrics(start) as metrics, self._profilers() as profilers:
             while self.state.step < steps:
                 self._collect_garbage()
-                result = self.train_step(metrics)
+                try:
+                    result = self.train_step(metrics)
+                except UnreadableRows:
+                    if self.state.step > start:
+                        self.checkpointer.save_out_of_turn(self.state.step)
+                    raise
                 if metrics.should_log(self.state.step) or self.state.step == steps:
                     self.log_step(metrics, result)
                 last = self.state.step == steps
@@ -282,10 +291,11 @@ class Trainer:
     def _next_batches(self, metrics: MetricsProcessor) -> tuple[list[Batch], int, int]:
         """The step's micro-batches, their live labels, and the live labels of all ranks.
 
-        Raises UserError on every rank where one rank cannot read its rows: the others would wait for
-        it, and what it has to say would stay in its own log.
+        Raises UnreadableRows on every rank where one rank cannot read its rows: the others would wait for
+        it, and what it has to say would stay in its own log. The data then stands where the step began.
         """
         batches, problem = [], None
+        began = self.loader.state_dict()
         try:
             batches = [self._next_batch(i, metrics) for i in range(self.accumulation)]
         except UserError as error:
@@ -295,7 +305,11 @@ class Trainer:
         mine = torch.tensor([n_labels, problem is not None])
         n_labels_global, n_problems = sum_over_ranks(mine).tolist()
         if n_problems:
-            all_or_none(problem)
+            self.loader.load_state_dict(began)
+            try:
+                all_or_none(problem)
+            except UserError as error:
+                raise UnreadableRows(str(error)) from error
         return batches, n_labels, n_labels_global
 
     def _next_batch(self, index: int, metrics: MetricsProcessor) -> Batch:

@@ -81,3 +81,55 @@ def test_other_data_on_another_node_is_noticed_before_the_first_step(tmp_path: P
     first, second = run_distributed(_start, 2, str(tmp_path))
     assert first == second
     assert "training.dataset: jsonl:data.jsonl, 4 documents on rank 0; " in first
+
+
+LONG = "long enough for a row of this job, and some more. " * 2
+
+
+def _write_lines(folder: str, broken: bool) -> None:
+    lines = [json.dumps({"text": f"{i}: {LONG}"}) for i in range(8)]
+    if broken:
+        lines[5] = lines[5][:20]
+    Path(folder, "data.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _run(folder: str, dump: str) -> tuple[Trainer, str]:
+    settings = {
+        "job.dump_folder": f"{folder}/{dump}",
+        "training.dataset": "jsonl",
+        "training.dataset_path": f"{folder}/data.jsonl",
+        "training.steps": 6,
+        "checkpoint.enable": True,
+        "checkpoint.interval": 100,
+    }
+    trainer, said = Trainer(tiny_config(settings), torch.device("cpu")), ""
+    try:
+        trainer.train()
+    except UserError as error:
+        said = str(error)
+    trainer.close()
+    return trainer, said
+
+
+def _repaired(rank: int, world_size: int, folder: str) -> tuple[int, str, bool]:
+    register_tiny()
+    if rank == 0:
+        _write_lines(folder, broken=True)
+    torch.distributed.barrier()
+    stopped, said = _run(folder, "repaired")
+    if rank == 0:
+        _write_lines(folder, broken=False)
+    torch.distributed.barrier()
+    resumed, _ = _run(folder, "repaired")
+    straight, _ = _run(folder, "straight")
+    pairs = zip(resumed.module.parameters(), straight.module.parameters(), strict=True)
+    return stopped.state.step, said, all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+def test_a_run_that_meets_a_broken_line_keeps_its_steps_and_goes_on_once_it_is_repaired(
+    tmp_path: Path,
+) -> None:
+    for step, said, equal in run_distributed(_repaired, 2, str(tmp_path)):
+        assert step > 0 and "data.jsonl:6 is not a document" in said
+        assert (tmp_path / "repaired" / "checkpoint" / f"step-{step}").is_dir()
+        assert equal, "as without the broken line"

@@ -273,6 +273,13 @@ class CheckpointManager:
                 self._exporter.wait()
         return is_due
 
+    def save_out_of_turn(self, step: int) -> None:
+        """Save ``step`` where it was not due, before a run ends early. Collective; raises as `save` does."""
+        config = self.config
+        if config.enable and not config.load_only and not folders.save_is_due(config, step, False):
+            self._save_step(step, last_step=False)
+        self.wait()
+
     def export_if_missing(self, step: int) -> None:
         """Make up for an export that a finished run owes: it was killed after it saved ``step``, the
         last one, or the export was asked for later. Collective, after `load`.
