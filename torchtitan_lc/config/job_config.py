@@ -405,8 +405,8 @@ class Checkpoint:
     """Older step folders are deleted. 0: keep all. 1 is refused: while the only one is replaced, a
     crash would leave none."""
     load_step: int = -1
-    """Continue from this step instead of the newest (-1). Newer ones that the run reaches are replaced, and
-    so are their exports."""
+    """Continue from this step instead of the newest (-1). Newer ones that the run saves again are replaced,
+    and so are exports that it makes again; others stay."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to load, e.g. `optimizer,lr_scheduler,dataloader`."""
     enable_first_step_checkpoint: bool = False
