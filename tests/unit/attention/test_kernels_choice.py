@@ -104,7 +104,7 @@ def test_auto_without_a_fused_kernel_says_that_memory_is_quadratic(bare: None) -
         ("cudnn", "cuda", BF16, 256, "sdpa or fa4"),
         ("sdpa", "cuda", BF16, 100, "100"),
         ("cpu", "cuda", torch.float32, 64, "cuda"),
-        ("fa4", "cuda", BF16, 64, r"pip install 'torchtitan_lc\[fa4\]'"),
+        ("fa4", "cuda", BF16, 64, r"pip install -e '.\[fa4\]'"),
         ("fa4", "cpu", BF16, 64, "use cpu"),
         ("fa3", "cuda", BF16, 64, "flash_attn_interface"),
         ("fa2", "cuda", BF16, 64, "pip install flash-attn "),
