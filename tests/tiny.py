@@ -99,5 +99,8 @@ class FixedRows:
     def next_batch(self, lanes: Sequence[int]) -> dict[str, Tensor]:
         return {name: x[list(lanes)] for name, x in self.rows.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         return None
