@@ -43,6 +43,7 @@ from benchmarks.record import (
     environment,
     markdown,
     number,
+    parser_beside_a_job,
     read,
     without_paths,
     write,
@@ -235,11 +236,7 @@ def table(results: Sequence[Record]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_beside_a_job(__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep the made-up weights here")

@@ -13,7 +13,6 @@ The record is written after every case.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 from collections import Counter
@@ -23,7 +22,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import RESULTS, Record, environment, markdown, number, tokens, why, write
+from benchmarks.record import (
+    RESULTS,
+    Record,
+    environment,
+    markdown,
+    number,
+    parser_beside_a_job,
+    tokens,
+    why,
+    write,
+)
 from benchmarks.timing import GIB, release
 from torchtitan_lc.config.manager import load_config
 from torchtitan_lc.dry_run.compare import Comparison
@@ -97,11 +106,7 @@ def _rows(results: Sequence[Record]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_beside_a_job(__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--case", nargs=2, action="append", required=True, metavar=("NAME", "JOB"))
     parser.add_argument("--out", type=Path, default=RESULTS)

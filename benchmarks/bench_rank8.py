@@ -34,6 +34,7 @@ from benchmarks.record import (
     environment,
     markdown,
     number,
+    parser_beside_a_job,
     shown,
     spread,
     tokens,
@@ -160,11 +161,7 @@ def table(results: Sequence[Record]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_beside_a_job(__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--seq_lens", type=parse_token_count, nargs="+", default=[None])
     parser.add_argument("--ranks", type=int, default=8)

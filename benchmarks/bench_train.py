@@ -14,7 +14,6 @@ Built-in models can be cut to the layers that fit, by in_job.py: --model.name=qw
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from benchmarks.record import (
     Record,
     environment,
     markdown,
+    parser_beside_a_job,
     shown,
     spread,
     without_paths,
@@ -141,11 +141,7 @@ def table(results: Sequence[Record]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_beside_a_job(__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--steps", type=int, default=5)

@@ -30,7 +30,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_rank8 import job
-from benchmarks.record import RESULTS, Record, environment, markdown, number, spread, why, write
+from benchmarks.record import (
+    RESULTS,
+    Record,
+    environment,
+    markdown,
+    number,
+    parser_beside_a_job,
+    spread,
+    why,
+    write,
+)
 from benchmarks.shapes import join
 from benchmarks.timing import now, release
 from torchtitan_lc.config.job_config import JobConfig
@@ -150,11 +160,7 @@ def planned_layer(result: Record, case: Record) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_beside_a_job(__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--case", action="append", required=True, metavar="NAME: FLAGS")
     parser.add_argument("--ranks", type=int, default=2)

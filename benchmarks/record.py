@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -50,6 +51,15 @@ def environment(script: str) -> Record:
         "allocator": allocator_settings(),
         "versions": versions(),
     }
+
+
+def parser_beside_a_job(description: str | None) -> argparse.ArgumentParser:
+    """For a script whose other arguments go to a job: none of those is taken for one of its own cut short."""
+    return argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

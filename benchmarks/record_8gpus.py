@@ -36,7 +36,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import bench_train, limited
-from benchmarks.record import RESULTS, ROOT, Record, commit, environment, read, tokens, why, write
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    Record,
+    commit,
+    environment,
+    parser_beside_a_job,
+    read,
+    tokens,
+    why,
+    write,
+)
 from benchmarks.record_tables import (
     exchange_table,
     long_table,
@@ -259,11 +270,7 @@ def visit(args: argparse.Namespace, extra: Sequence[str]) -> Record:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = parser_beside_a_job(__doc__)
     add = made.add_argument
     add("--name", required=True)
     add("--ranks", type=int, default=8)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_lc.components.checkpoint_folders import checkpoint_folder
+from torchtitan_lc.components.checkpoint_folders import checkpoint_folder, exports_folder
 from torchtitan_lc.config.job_config import JobConfig
 
 
@@ -37,7 +37,7 @@ def _folders(config: JobConfig) -> Iterator[tuple[str, Path]]:
         if not os.path.isfile(folder):  # else choose_start says so
             yield f"checkpoint.folder = {checkpoint.folder!r}", folder
         if checkpoint.last_save_in_hf or checkpoint.hf_interval > 0:
-            yield of_job, dump_folder / "hf"
+            yield of_job, exports_folder(dump_folder)
     for key, folder_name, is_asked in (
         (
             "metrics.save_tb_folder",

@@ -36,7 +36,8 @@ _H200_KERNELS: dict[str, Rates] = {
 }
 # (d) of those rates is left for heads below 128: softmax is done per score, not per D
 SMALL_HEADS = 0.75
-_H200_MATRIX = 620e12  # (m) of large products inside a step; an 8192-cube alone 657 to 686 for seconds
+# (m) Of large products inside a step; an 8192-cube alone 657 to 686 for seconds.
+_H200_MATRIX = 620e12
 
 
 @dataclass(frozen=True)

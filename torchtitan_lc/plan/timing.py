@@ -31,8 +31,8 @@ _OF_BANDWIDTH = 0.85  # (d) of the memory's bandwidth is reached by element-wise
 # 0.649 s and compiled 0.601 s, with 4 heads a stage 0.642 s and 0.588 s.
 _COMPILED = 0.4
 # (m) Seconds of the host, Python and dispatch, forward and backward: for a layer, for each of its stages, and
-# for each operation of a tile, compiled or not. Fitted to host_8b_h200, which it meets within 20 % but for
-# one compiled stage of all heads (30 to 40 % too little).
+# for each operation of a tile, compiled or not. Fitted to host_8b_h200, which it meets within 15 % but for
+# one compiled stage of all heads (31 % too little).
 _HOST_LAYER = (2.2e-3, 5.4e-3)
 _HOST_STAGE = (0.47e-3, 1.46e-3)
 _HOST_CALL = 21e-6
